@@ -1,0 +1,142 @@
+"""What the parts of the engine say to each other. Planner, pool and runner meet here and nowhere else.
+
+The planner is pure Python and knows no tensor; the runner knows no queue. A `StepPlan` is all that passes
+down, a `StepResult` all that comes back.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, NewType, Protocol
+
+from shared.ids import BlockDigest, BlockHash, BlockId
+from shared.messages import FirstToken, Removed, SamplingParams, Stored
+
+SeqId = NewType("SeqId", str)
+"""One seq in one engine, chosen by the worker service (request, epoch and choice): never reused."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeqSpec:
+    """A seq as the worker service hands it in. Frozen: the planner keeps its own numbers."""
+
+    seq_id: SeqId
+    token_ids: tuple[int, ...]  # prompt, plus tokens already sent to the client if resumed
+    num_prompt_tokens: int  # the client's prompt; output index 0 follows it
+    block_hashes: tuple[BlockHash, ...]  # of full blocks of the client's prompt
+    sampling: SamplingParams
+    choice: int = 0
+    priority: int = 0  # lower is served first
+    prefill_only: bool = False  # stop after one token; blocks stay pinned until `release`
+    credit_blocks: int = 0  # blocks promised to it; 0 = takes what is free
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """How to choose the token that follows a plan item's last row."""
+
+    sampling: SamplingParams
+    choice: int
+    position: int  # of the token to be chosen, counted from the start of the seq
+
+
+@dataclass(frozen=True, slots=True)
+class PlanItem:
+    """The rows of one seq in one step: decode is one row, a prefill chunk is many."""
+
+    seq_id: SeqId
+    token_ids: tuple[int, ...]  # new tokens, [num_rows]
+    start: int  # position of the first row = tokens whose KV is already in the pool
+    block_table: tuple[BlockId, ...]  # covers start + num_rows tokens
+    sample: SampleSpec | None  # None: a chunk that is not the last
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    step: int
+    items: tuple[PlanItem, ...]
+    copies: tuple[tuple[BlockId, BlockId], ...] = ()  # copy on write (source, target), before the step
+    digest_blocks: tuple[BlockId, ...] = ()  # blocks to digest after the step
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(item.token_ids) for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Aligned with the plan: `sampled[i]` are the new tokens of `items[i]`, empty where none was asked."""
+
+    sampled: tuple[tuple[int, ...], ...]
+    digests: tuple[BlockDigest, ...] = ()
+
+
+class Runner(Protocol):
+    """Executes plans over one KV pool. Called from one thread at a time, never from the event loop."""
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """Blocks of a prefill-only seq that may be announced: full (or the last, partly filled, at the end)."""
+
+    seq_id: SeqId
+    first_block: int  # logical index of block_ids[0]
+    block_ids: tuple[BlockId, ...]
+    digests: tuple[BlockDigest, ...]
+    last: FirstToken | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SeqOutput:
+    """New output tokens of one seq."""
+
+    seq_id: SeqId
+    index: int  # output index of token_ids[0]
+    token_ids: tuple[int, ...]
+    finish: Literal["stop", "length"] | None = None  # prefill-only seqs never finish by being handed off
+    num_cached_tokens: int = 0  # prompt tokens found cached when the seq first started
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step changed that others want to know."""
+
+    outputs: tuple[SeqOutput, ...] = ()
+    filled: tuple[Filled, ...] = ()
+    kv_events: tuple[Stored | Removed, ...] = ()
+    started: tuple[SeqId, ...] = ()  # seqs that got their first rows in this step
+    num_tokens: int = 0
+    num_preempted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Blocks set aside at a reader for a whole prompt, before its KV arrives."""
+
+    seq_id: SeqId
+    block_ids: tuple[BlockId, ...]  # one per logical block of the prompt, the partly filled last included
+    num_hit_blocks: int  # the first ones already hold the right bytes: skip them
+    num_shared_blocks: int = 0  # of those, blocks that another seq holds too: their credit can be refunded
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """A snapshot for metrics and load reports."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_landing: int = 0
+    num_pinned_seqs: int = 0  # handed off, waiting for release
+    blocks_total: int = 0
+    blocks_free: int = 0  # takeable at once: free or cached
+    blocks_cached: int = 0
+    preemptions: int = 0
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    output_tokens: int = 0
+    steps: int = 0
+    queued_tokens: int = 0  # prompt tokens not yet computed, over all seqs
+    extra: dict[str, float] = field(default_factory=dict)

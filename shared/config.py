@@ -1,0 +1,199 @@
+"""Configuration: one TOML file, then `BATON_<SECTION>_<FIELD>` from the environment, then frozen.
+
+Read once per process, in `load`. A typo stops the boot and names itself. Rooms get their own section,
+never the whole.
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from shared.errors import ConfigError
+
+PREFIX = "BATON_"
+FILE_VARIABLE = "BATON_CONFIG"
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A frozen part of the configuration, at most ~15 fields."""
+
+
+class RedisConfig(Section):
+    url: str = "redis://127.0.0.1:6379/0"
+    cell: str = "baton"  # hash tag of all keys
+    retry_s: float = 10.0  # how long a lost Redis is retried before a call fails
+
+
+class ModelConfig(Section):
+    path: str = ""  # GGUF file or safetensors folder; "" = the embedded default
+    name: str = ""  # what clients call it; "" = from the file
+    dtype: Literal["float32"] = "float32"
+    kv_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    max_model_len: int = 0  # 0 = the model's own limit
+
+
+class GatewayConfig(Section):
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_queued: int = 512  # requests waiting for dispatch; beyond: 429
+    max_body_bytes: int = 8 << 20
+    default_max_tokens: int = 256  # chat completions that name none
+    disconnect_poll_s: float = 0.05
+    prefix_salt: str = ""  # scopes prefix sharing to deployments of the same salt
+
+
+class SchedulerConfig(Section):
+    port: int = 0  # health and metrics; 0 = any free port
+    min_handoff_tokens: int = 17  # fewer uncached prompt tokens than this stay on the decode worker
+    growth_tokens: int = 128  # decode credit taken beyond the prompt, at most
+    max_attempts: int = 3
+    index_timeout_s: float = 0.05
+    reap_every_s: float = 0.25
+
+
+class PrefixIndexConfig(Section):
+    port: int = 0
+    max_blocks: int = 4_000_000  # entries over all workers; the oldest worker's go first
+
+
+class LeaseConfig(Section):
+    lease_s: float = 6.0
+    heartbeat_s: float = 1.0  # a worker is dead after three missed ones
+
+
+class EngineConfig(Section):
+    block_size: int = 16
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    memory_fraction: float = 0.5  # of the memory that is free at start, over all workers of the host
+    memory_share: float = 1.0  # this worker's part of that budget
+    num_blocks: int = 0  # 0 = from the memory budget
+    prefix_caching: bool = True
+
+
+class WorkerConfig(Section):
+    name: str = "worker-0"
+    host: str = "127.0.0.1"  # address that other workers reach this one at
+    port: int = 0  # block transfer
+    health_port: int = 0
+    cores: str = ""  # e.g. "0" or "0-3,8"; "" = not pinned
+    num_threads: int = 1
+    run_dir: str = ""  # for unix sockets; "" = a private temporary folder
+
+
+class TransferConfig(Section):
+    transports: tuple[Literal["shm", "tcp"], ...] = ("shm", "tcp")  # in order of preference
+    connect_timeout_s: float = 5.0
+    idle_timeout_s: float = 30.0  # no byte and no announcement for so long: the fetch fails
+    hold_s: float = 60.0  # a source keeps announced blocks so long after the last sign of the reader
+    max_inflight_bytes: int = 256 << 20
+
+
+class Settings(Section):
+    redis: RedisConfig = RedisConfig()
+    model: ModelConfig = ModelConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    index: PrefixIndexConfig = PrefixIndexConfig()
+    lease: LeaseConfig = LeaseConfig()
+    engine: EngineConfig = EngineConfig()
+    worker: WorkerConfig = WorkerConfig()
+    transfer: TransferConfig = TransferConfig()
+    log_format: Literal["console", "json"] = "json"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+_SECTIONS = {f.name for f in msgspec.structs.fields(Settings) if isinstance(f.default, Section)}
+
+
+def load(path: str | Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+    """The process's settings.
+
+    :param path: TOML file; `BATON_CONFIG` names one if this is None.
+    :param environ: in place of the process's environment (tests).
+    :raises ConfigError: unreadable file, unknown section or field, wrong type, value out of range.
+    """
+    env = dict(os.environ if environ is None else environ)
+    chosen = path or env.get(FILE_VARIABLE)
+    raw = _read_toml(Path(chosen)) if chosen else {}
+    for name, value in sorted(env.items()):
+        if name.startswith(PREFIX) and name != FILE_VARIABLE:
+            _overlay(raw, name, value)
+    try:
+        settings = msgspec.convert(raw, Settings, strict=False)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"configuration: {exc}") from None
+    _check(settings)
+    return settings
+
+
+def to_environ(settings: Settings) -> dict[str, str]:
+    """The environment under which `load` gives back these settings: what a launcher hands to a child."""
+    out: dict[str, str] = {}
+    for section, value in msgspec.to_builtins(settings).items():
+        if not isinstance(value, dict):
+            out[f"{PREFIX}{section.upper()}"] = _text(value)
+            continue
+        for field, inner in value.items():
+            out[f"{PREFIX}{section.upper()}_{field.upper()}"] = _text(inner)
+    return out
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as exc:
+        raise ConfigError(f"configuration file {path}: {exc.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"configuration file {path}: {exc}") from None
+
+
+def _overlay(raw: dict[str, Any], name: str, value: str) -> None:
+    """Put one environment variable into the raw tree. Mutates `raw`."""
+    key = name.removeprefix(PREFIX).lower()
+    if key in ("log_format", "log_level"):
+        raw[key] = value
+        return
+    section, _, field = key.partition("_")
+    if section not in _SECTIONS:
+        raise ConfigError(f"environment variable {name}: there is no section {section!r}")
+    kind = type(getattr(Settings(), section))
+    if field not in kind.__struct_fields__:
+        raise ConfigError(f"environment variable {name}: section {section!r} has no field {field!r}")
+    tree = raw.setdefault(section, {})
+    if not isinstance(tree, dict):
+        raise ConfigError(f"configuration: {section!r} must be a table")
+    is_list = isinstance(getattr(kind(), field), tuple)
+    tree[field] = [v for v in value.split(",") if v] if is_list else value
+
+
+def _check(s: Settings) -> None:
+    """Ranges that types cannot say."""
+    positive = {
+        "engine.block_size": s.engine.block_size,
+        "engine.max_num_seqs": s.engine.max_num_seqs,
+        "engine.max_num_batched_tokens": s.engine.max_num_batched_tokens,
+        "worker.num_threads": s.worker.num_threads,
+        "lease.lease_s": s.lease.lease_s,
+        "lease.heartbeat_s": s.lease.heartbeat_s,
+        "gateway.max_queued": s.gateway.max_queued,
+        "gateway.default_max_tokens": s.gateway.default_max_tokens,
+        "scheduler.max_attempts": s.scheduler.max_attempts,
+        "transfer.hold_s": s.transfer.hold_s,
+    }
+    for field, value in positive.items():
+        if value <= 0:
+            raise ConfigError(f"configuration: {field} must be above 0, got {value}")
+    for field, share in (("memory_fraction", s.engine.memory_fraction), ("memory_share", s.engine.memory_share)):
+        if not 0 < share <= 1:
+            raise ConfigError(f"configuration: engine.{field} must be in (0, 1], got {share}")
+    if not s.transfer.transports:
+        raise ConfigError("configuration: transfer.transports must name at least one transport")

@@ -1,0 +1,360 @@
+"""Every message that crosses a process border, one tagged union per channel, each codec built once.
+
+Durable streams carry maps, so that fields can be added with a default; the per-step token items are
+arrays (`array_like`), because there are many. `tests/wire/` pins the bytes.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from shared.ids import AttemptId, BlockDigest, BlockHash, BlockId, Incarnation, RequestId, WorkerId
+
+PROTOCOL_VERSION = 1
+"""Raised when a peer of the older version could misread a message; compared at registration."""
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+Role = Literal["prefill", "decode"]
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Base of map-shaped messages. The tag field is `type`."""
+
+
+# --- requests -----------------------------------------------------------------------------------
+
+
+class SamplingParams(Message):
+    """How to choose tokens and when to end. All of it is replayable from (request, output tokens)."""
+
+    max_tokens: int
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    seed: int = 0  # always set by the gateway, so that a resumed request continues the same text
+    stop_token_ids: tuple[int, ...] = ()  # the model's end tokens included, unless ignore_eos
+
+
+class GenerateRequest(Message, tag="generate"):
+    """What a client asked. Stored once, in Redis; tasks refer to it by id."""
+
+    request_id: RequestId
+    gateway: Incarnation  # whose token stream gets the answer
+    token_ids: tuple[int, ...]  # prompt, at least one token
+    block_hashes: tuple[BlockHash, ...]  # of the prompt's full blocks, in order
+    sampling: SamplingParams
+    tenant: str = ""
+    adapter: str = ""
+    priority: int = 0  # lower is served first
+    num_choices: int = 1
+
+
+class RequestState(Message):
+    """What a worker or the scheduler loads before it works on a request."""
+
+    request: GenerateRequest
+    epoch: int
+    output: tuple[int, ...] = ()  # tokens already sent to the client, from the token log
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and the tokens already sent: what the KV must cover."""
+        return self.request.token_ids + self.output
+
+
+# --- scheduler's stream: `sched` ------------------------------------------------------------------
+
+
+class Admitted(Message, tag="admitted"):
+    """A request waits for dispatch; also written by requeue, with the raised epoch."""
+
+    request_id: RequestId
+    epoch: int
+
+
+class Ended(Message, tag="ended"):
+    """A request was completed, cancelled or failed: the scheduler's ledger forgets it."""
+
+    request_id: RequestId
+
+
+class CreditFreed(Message, tag="credit"):
+    """A decode worker gave credit back: a waiting request may fit now."""
+
+    incarnation: Incarnation
+
+
+class WorkerJoined(Message, tag="joined"):
+    incarnation: Incarnation
+
+
+class WorkerDraining(Message, tag="draining"):
+    """The worker takes nothing new; it ends when its work has."""
+
+    incarnation: Incarnation
+
+
+SchedulerMsg = Admitted | Ended | CreditFreed | WorkerJoined | WorkerDraining
+
+
+# --- worker's streams: `work:<incarnation>` and `control:<incarnation>` -----------------------------
+
+
+class Endpoint(Message):
+    """Where one rank of a worker serves its blocks."""
+
+    host: str
+    port: int
+    shm_path: str = ""  # unix socket that hands out the pool's memory file; "" = not offered
+    host_id: str = ""  # equal only on machines that share memory
+
+
+class SourceRef(Message):
+    """Where a reader pulls the blocks of a request from, and what allows it to."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    endpoints: tuple[Endpoint, ...]
+    capability: bytes  # see shared.capability
+
+
+class PrefillTask(Message, tag="prefill"):
+    """Compute the prompt's KV and the first token, announce blocks to the reader as they fill."""
+
+    request_id: RequestId
+    epoch: int
+    attempt: AttemptId
+    term: int
+    num_prompt_tokens: int  # prompt plus tokens already sent
+    reader: Incarnation
+
+
+class DecodeTask(Message, tag="decode"):
+    """Generate. With a source: pull the prompt's blocks first; without: compute the prompt here."""
+
+    request_id: RequestId
+    epoch: int
+    attempt: AttemptId
+    term: int
+    num_prompt_tokens: int
+    credit_blocks: int
+    source: SourceRef | None = None
+
+
+WorkerMsg = PrefillTask | DecodeTask
+
+
+class Cancel(Message, tag="cancel"):
+    """Drop all work on the request whose epoch is at most this one. Idempotent."""
+
+    request_id: RequestId
+    epoch: int
+    reason: str = ""
+
+
+class ResendKv(Message, tag="resend_kv"):
+    """The prefix index missed events of this worker: publish `cleared` and all cached blocks."""
+
+
+ControlMsg = Cancel | ResendKv
+
+
+# --- gateway's stream: `tokens:<incarnation>` -------------------------------------------------------
+
+
+class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="t"):
+    """Output tokens of one choice, from `index` (0 = the first token after the prompt)."""
+
+    request_id: RequestId
+    epoch: int
+    choice: int
+    index: int
+    token_ids: tuple[int, ...]
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True, tag="f"):
+    """The one terminal event of an accepted request."""
+
+    request_id: RequestId
+    epoch: int
+    reason: FinishReason
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens that nobody had to compute
+    error: str = ""
+
+
+class EpochRaised(msgspec.Struct, frozen=True, array_like=True, tag="e"):
+    """The request goes on elsewhere: events of lower epochs are void from here on."""
+
+    request_id: RequestId
+    epoch: int
+    num_output_tokens: int  # length of the token log at that moment
+
+
+GatewayMsg = Tokens | Finished | EpochRaised
+
+
+# --- workers ---------------------------------------------------------------------------------------
+
+
+class Registration(Message, tag="worker"):
+    """What a worker says of itself, before it gets work."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    role: Role
+    model: str  # the name that clients use
+    fingerprint: str  # pool compatibility: model digest, KV dtype, layout, block size, numerics version
+    protocol: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    endpoints: tuple[Endpoint, ...]
+    health_url: str = ""
+
+
+# --- KV events: `kv`; index questions: `index`; answers: `reply:<incarnation>` ------------------------
+
+
+class Stored(Message, tag="stored"):
+    hashes: tuple[BlockHash, ...]
+
+
+class Removed(Message, tag="removed"):
+    hashes: tuple[BlockHash, ...]
+
+
+class Cleared(Message, tag="cleared"):
+    """The worker's cache is empty now."""
+
+
+class KvEvents(Message, tag="kv"):
+    """What changed in one worker's prefix cache, in order; `seq` counts messages from 1 without gaps."""
+
+    incarnation: Incarnation
+    fingerprint: str
+    seq: int
+    events: tuple[Stored | Removed | Cleared, ...]
+
+
+class WorkerGone(Message, tag="gone"):
+    """The incarnation is dead; the index forgets it."""
+
+    incarnation: Incarnation
+
+
+IndexEventMsg = KvEvents | WorkerGone
+
+
+class MatchQuery(Message, tag="match"):
+    """Who holds the longest run of these blocks, from the first?"""
+
+    query_id: int
+    reply_to: Incarnation
+    fingerprint: str
+    hashes: tuple[BlockHash, ...]
+
+
+class MatchReply(Message, tag="matched"):
+    query_id: int
+    num_blocks: dict[str, int]  # incarnation -> leading blocks held; absent = none
+
+
+# --- block transfer, between two workers (see services/transfer) --------------------------------------
+
+
+class Hello(Message, tag="hello"):
+    """First frame of a connection, from the reader."""
+
+    protocol: int
+    reader: Incarnation
+    fingerprint: str
+    source: Incarnation  # whom the reader believes it talks to
+
+
+class HelloOk(Message, tag="hello_ok"):
+    block_bytes: int
+    num_blocks: int
+
+
+class Refused(Message, tag="refused"):
+    reason: str
+
+
+class Want(Message, tag="want"):
+    """The reader asks to be told of the blocks of a request as they fill."""
+
+    request_id: RequestId
+    epoch: int
+    attempt: AttemptId
+    capability: bytes
+
+
+class FirstToken(Message):
+    """What prefill knows that decode cannot recompute from blocks."""
+
+    index: int
+    token_id: int
+    num_cached_tokens: int = 0
+
+
+class Ready(Message, tag="ready"):
+    """These blocks are filled and pinned. `first_block` is the logical index of the first."""
+
+    request_id: RequestId
+    epoch: int
+    first_block: int
+    block_ids: tuple[BlockId, ...]
+    digests: tuple[BlockDigest, ...]
+    last: FirstToken | None = None  # set on the final one
+
+
+class Gone(Message, tag="gone_request"):
+    """The source will announce nothing more of this request: cancelled, failed or expired."""
+
+    request_id: RequestId
+    epoch: int
+    reason: str
+
+
+class Read(Message, tag="read"):
+    """tcp only: send the bytes of these blocks, in this order, after a `Data` header."""
+
+    request_id: RequestId
+    epoch: int
+    block_ids: tuple[BlockId, ...]
+
+
+class Data(Message, tag="data"):
+    """tcp only: `num_bytes` raw bytes follow this frame."""
+
+    request_id: RequestId
+    epoch: int
+    num_bytes: int
+
+
+class Release(Message, tag="release"):
+    """The reader has read all that it wants."""
+
+    request_id: RequestId
+    epoch: int
+    attempt: AttemptId
+
+
+class ReleaseAnswer(Message, tag="released"):
+    """`held`: every announced block stayed pinned until now; `stale`: throw the bytes away."""
+
+    request_id: RequestId
+    epoch: int
+    answer: Literal["held", "stale"]
+
+
+ReaderMsg = Hello | Want | Read | Release
+SourceMsg = HelloOk | Refused | Ready | Gone | Data | ReleaseAnswer
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(GenerateRequest).decode
+decode_registration = msgspec.msgpack.Decoder(Registration).decode
