@@ -41,6 +41,7 @@ class GenerateRequest(Message, tag="generate"):
     request_id: RequestId
     gateway: Incarnation  # whose token stream gets the answer
     token_ids: tuple[int, ...]  # prompt, at least one token
+    root_hash: BlockHash  # parent of the first block (`shared.hashing.chain_root`): salt and adapter are in it
     block_hashes: tuple[BlockHash, ...]  # of the prompt's full blocks, in order
     sampling: SamplingParams
     tenant: str = ""

@@ -21,6 +21,7 @@ class SeqSpec:
     seq_id: SeqId
     token_ids: tuple[int, ...]  # prompt, plus tokens already sent to the client if resumed
     num_prompt_tokens: int  # the client's prompt; output index 0 follows it
+    root_hash: BlockHash  # parent of the first block; needed where the prompt fills no block itself
     block_hashes: tuple[BlockHash, ...]  # of full blocks of the client's prompt
     sampling: SamplingParams
     choice: int = 0
@@ -108,6 +109,7 @@ class StepOutput:
     filled: tuple[Filled, ...] = ()
     kv_events: tuple[Stored | Removed, ...] = ()
     started: tuple[SeqId, ...] = ()  # seqs that got their first rows in this step
+    failed: tuple[tuple[SeqId, str], ...] = ()  # the runner raised: these seqs are gone, with the reason
     num_tokens: int = 0
     num_preempted: int = 0
 
