@@ -1,0 +1,101 @@
+"""Every Redis key and stream of a cell, in one place. All share one hash tag, so that a script may touch any
+of them, and a cluster keeps a cell in one slot."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from shared.ids import Incarnation, RequestId
+from shared.messages import ControlMsg, GatewayMsg, IndexEventMsg, MatchQuery, MatchReply, SchedulerMsg, WorkerMsg
+
+M = TypeVar("M")
+
+NOBODY = Incarnation("-")
+"""Stands where a request has no prefill worker: its keys exist never."""
+
+# One decoder per channel, built once; `Any` because a union type is not a `type` to a type checker.
+_sched: Callable[[bytes], Any] = msgspec.msgpack.Decoder(SchedulerMsg).decode
+_work: Callable[[bytes], Any] = msgspec.msgpack.Decoder(WorkerMsg).decode
+_control: Callable[[bytes], Any] = msgspec.msgpack.Decoder(ControlMsg).decode
+_tokens: Callable[[bytes], Any] = msgspec.msgpack.Decoder(GatewayMsg).decode
+_kv: Callable[[bytes], Any] = msgspec.msgpack.Decoder(IndexEventMsg).decode
+_index: Callable[[bytes], Any] = msgspec.msgpack.Decoder(MatchQuery).decode
+_reply: Callable[[bytes], Any] = msgspec.msgpack.Decoder(MatchReply).decode
+
+
+@dataclass(frozen=True)
+class Channel(Generic[M]):
+    """A stream and the type of what flows in it."""
+
+    key: str
+    decode: Callable[[bytes], M]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys of one cell."""
+
+    cell: str
+
+    def _key(self, *parts: str) -> str:
+        return ":".join((f"{{{self.cell}}}", *parts))
+
+    # streams
+    def sched(self) -> Channel[SchedulerMsg]:
+        return Channel(self._key("sched"), _sched)
+
+    def work(self, incarnation: Incarnation) -> Channel[WorkerMsg]:
+        return Channel(self._key("work", incarnation), _work)
+
+    def control(self, incarnation: Incarnation) -> Channel[ControlMsg]:
+        return Channel(self._key("control", incarnation), _control)
+
+    def tokens(self, gateway: Incarnation) -> Channel[GatewayMsg]:
+        return Channel(self._key("tokens", gateway), _tokens)
+
+    def kv(self) -> Channel[IndexEventMsg]:
+        return Channel(self._key("kv"), _kv)
+
+    def index(self) -> Channel[MatchQuery]:
+        return Channel(self._key("index"), _index)
+
+    def reply(self, incarnation: Incarnation) -> Channel[MatchReply]:
+        return Channel(self._key("reply", incarnation), _reply)
+
+    # state, written by Lua only
+    def request(self, request_id: RequestId) -> str:
+        """Hash: st ep at term gw pw dw ho tries body."""
+        return self._key("req", request_id)
+
+    def log(self, request_id: RequestId, choice: int = 0) -> str:
+        """String: the tokens already emitted, u32 little endian each."""
+        return self._key("log", request_id, str(choice))
+
+    def queued(self) -> str:
+        """Sorted set: requests that wait for dispatch, by Redis time of arrival (us)."""
+        return self._key("queued")
+
+    def leases(self) -> str:
+        """Sorted set: accepted requests, by deadline (Redis time, ms)."""
+        return self._key("leases")
+
+    def workers(self) -> str:
+        """Sorted set: worker incarnations, by the deadline of the next heartbeat (Redis time, ms)."""
+        return self._key("workers")
+
+    def worker(self, incarnation: Incarnation) -> str:
+        """Hash: reg state blocks taken."""
+        return self._key("worker", incarnation)
+
+    def held(self, incarnation: Incarnation) -> str:
+        """Hash: `<request>/<epoch>` -> decode credit in blocks (0 on a prefill worker)."""
+        return self._key("held", incarnation)
+
+    def leader(self) -> str:
+        """Hash: term incarnation of the scheduler that may dispatch."""
+        return self._key("leader")
+
+    def deployment_key(self) -> str:
+        return self._key("deployment_key")

@@ -1,0 +1,86 @@
+"""The one way to Redis: a client with bounded retries, so that a restart of Redis is a pause and not a fault.
+
+A call whose answer was lost is sent again; so everything that is sent through `call` must be idempotent
+(each script in `shared/lua/` says why it is).
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import redis.asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import BusyLoadingError, RedisError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from shared.clock import Clock
+from shared.config import RedisConfig
+from shared.errors import BusError
+
+T = TypeVar("T")
+MIN_VERSION = (6, 2)
+SOCKET_TIMEOUT_S = 8.0
+MAX_BLOCK_S = 2.0
+"""Blocking reads are cut to this and repeated: below the socket time-out, so that a dead link is noticed."""
+
+_LOST = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, ConnectionError, OSError)
+
+
+def _as_sent(reply: Any, **_options: Any) -> Any:
+    """Stream replies stay lists of [id, [field, value, ...]]: an entry may repeat a field, a dict may not."""
+    return reply
+
+
+class RedisLink:
+    """A pooled client. `outages` counts calls that had to be repeated, `last_outage` says when."""
+
+    def __init__(self, config: RedisConfig, clock: Clock) -> None:
+        self._clock = clock
+        self._retry_s = config.retry_s
+        self.client: Any = aioredis.Redis.from_url(
+            config.url,
+            protocol=2,
+            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_connect_timeout=2.0,
+            retry=Retry(NoBackoff(), 0),
+            health_check_interval=0,
+        )
+        for command in ("XREAD", "XREADGROUP", "XAUTOCLAIM"):
+            self.client.set_response_callback(command, _as_sent)
+        self.outages = 0
+        self.last_outage: float | None = None
+
+    async def call(self, command: Callable[[], Awaitable[T]]) -> T:
+        """Run `command` until Redis answers.
+
+        :raises BusError: Redis was unreachable for `retry_s`, or refused the command.
+        """
+        started = self._clock.now()
+        delay = 0.02
+        while True:
+            try:
+                return await command()
+            except _LOST as exc:
+                self.outages += 1
+                self.last_outage = self._clock.now()
+                if self.last_outage - started > self._retry_s:
+                    raise BusError(f"redis does not answer: {exc}") from exc
+            except RedisError as exc:
+                raise BusError(f"redis refused a command: {exc}") from exc
+            await self._clock.sleep(delay)
+            delay = min(2 * delay, 0.5)
+
+    async def check_version(self) -> str:
+        """The server's version.
+
+        :raises BusError: unreachable, or older than `MIN_VERSION`.
+        """
+        info = await self.call(lambda: self.client.info("server"))
+        version = str(info["redis_version"])
+        if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
+            raise BusError(f"redis {version} is too old: {'.'.join(map(str, MIN_VERSION))} or newer is needed")
+        return version
+
+    async def close(self) -> None:
+        await self.client.aclose()
