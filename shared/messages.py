@@ -281,7 +281,11 @@ class HelloOk(Message, tag="hello_ok"):
 
 
 class Refused(Message, tag="refused"):
+    """Answer to a `Hello` (no request named: the connection ends) or to a `Want`."""
+
     reason: str
+    request_id: RequestId = RequestId("")
+    epoch: int = 0
 
 
 class Want(Message, tag="want"):
