@@ -1,0 +1,92 @@
+"""Who works in the cell: registrations, heartbeats, drain, death. All deadlines are Redis TIME."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shared.ids import Incarnation, RequestId
+from shared.keys import Keys
+from shared.messages import Registration, WorkerDraining, WorkerJoined, decode_registration, encode
+from shared.redis_link import RedisLink
+from shared.scripts import Scripts
+
+MISSED_HEARTBEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """A worker as Redis knows it."""
+
+    registration: Registration
+    alive: bool
+    draining: bool
+    credit_taken: int  # blocks
+
+
+class Roster:
+    """The worker face of the cell."""
+
+    def __init__(self, link: RedisLink, keys: Keys, heartbeat_s: float) -> None:
+        self._link, self._keys = link, keys
+        self._ttl_ms = int(heartbeat_s * MISSED_HEARTBEATS * 1000)
+        self._scripts = Scripts(link)
+
+    async def register(self, registration: Registration) -> None:
+        """Join the cell. Repeatable."""
+        incarnation = registration.incarnation
+        keys = [self._keys.workers(), self._keys.worker(incarnation), self._keys.sched().key]
+        joined = encode(WorkerJoined(incarnation=incarnation))
+        args = [incarnation, encode(registration), registration.num_blocks, self._ttl_ms, joined]
+        await self._scripts.run("register", keys, args)
+
+    async def heartbeat(self, incarnation: Incarnation) -> bool:
+        """Still alive. False: this incarnation was buried, the process must start a new life."""
+        keys = [self._keys.workers(), self._keys.worker(incarnation)]
+        return bool(await self._scripts.run("heartbeat", keys, [incarnation, self._ttl_ms]))
+
+    async def retire(self, incarnation: Incarnation, state: Literal["draining", "dead"]) -> bool:
+        """Take nothing new (`draining`), or leave for good (`dead`)."""
+        keys = [self._keys.workers(), self._keys.worker(incarnation), self._keys.sched().key]
+        message = encode(WorkerDraining(incarnation=incarnation))
+        return bool(await self._scripts.run("retire", keys, [incarnation, state, message]))
+
+    async def workers(self) -> list[WorkerView]:
+        """All that are not buried, in the order of their names."""
+        seconds, micros = await self._link.call(lambda: self._link.client.time())
+        now_ms = seconds * 1000 + micros // 1000
+        scored = await self._link.call(lambda: self._link.client.zrange(self._keys.workers(), 0, -1, withscores=True))
+        if not scored:
+            return []
+        pipe = self._link.client.pipeline(transaction=False)
+        for incarnation, _ in scored:
+            pipe.hmget(self._keys.worker(Incarnation(incarnation.decode())), "reg", "state", "taken")
+        rows = await self._link.call(pipe.execute)
+        views = []
+        for (_, deadline), (reg, state, taken) in zip(scored, rows, strict=True):
+            if reg is not None:
+                alive = deadline > now_ms and state != b"dead"
+                views.append(WorkerView(decode_registration(reg), alive, state == b"draining", int(taken)))
+        return sorted(views, key=lambda view: (view.registration.worker_id, view.registration.incarnation))
+
+    async def dead_workers(self) -> list[Incarnation]:
+        """Those whose heartbeat is overdue and who are not forgotten yet."""
+        seconds, micros = await self._link.call(lambda: self._link.client.time())
+        now_ms = seconds * 1000 + micros // 1000
+        overdue = await self._link.call(lambda: self._link.client.zrangebyscore(self._keys.workers(), "-inf", now_ms))
+        return [Incarnation(raw.decode()) for raw in overdue]
+
+    async def bury(self, incarnation: Incarnation) -> list[tuple[RequestId, int]] | None:
+        """Declare an overdue worker dead and fence it. What it held, to be requeued; None: it came back."""
+        keys = [self._keys.workers(), self._keys.worker(incarnation), self._keys.held(incarnation)]
+        held = await self._scripts.run("bury", keys, [incarnation])
+        if held is None:
+            return None
+        pairs = (field.decode().rpartition("/") for field in held)
+        return [(RequestId(request_id), int(epoch)) for request_id, _, epoch in pairs]
+
+    async def forget(self, incarnation: Incarnation) -> None:
+        """Delete a buried worker's keys, once all that it held was requeued."""
+        keys = [
+            *(self._keys.workers(), self._keys.worker(incarnation), self._keys.held(incarnation)),
+            *(self._keys.work(incarnation).key, self._keys.control(incarnation).key),
+        ]
+        await self._scripts.run("forget", keys, [incarnation])

@@ -1,0 +1,342 @@
+"""The Lua face, script by script, on a real Redis: fences, credit, log, and who is told."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from shared.bus import RedisBus
+from shared.clock import SystemClock
+from shared.config import RedisConfig
+from shared.hashing import chain_root
+from shared.ids import AttemptId, Incarnation, RequestId, WorkerId
+from shared.keys import Keys
+from shared.leases import Dispatch, Fence, Leases
+from shared.messages import (
+    Admitted,
+    Cancel,
+    CreditFreed,
+    DecodeTask,
+    Ended,
+    EpochRaised,
+    Finished,
+    GenerateRequest,
+    PrefillTask,
+    Registration,
+    SamplingParams,
+    Tokens,
+    WorkerJoined,
+)
+from shared.randomness import SeededRandomness
+from shared.redis_link import RedisLink
+from shared.roster import Roster
+
+pytestmark = pytest.mark.anyio
+
+R = RequestId("cmpl-1")
+GW, P, D = Incarnation("gw1"), Incarnation("p1"), Incarnation("d1")
+A1, A2 = AttemptId("a1"), AttemptId("a2")
+
+
+@dataclass
+class Cell:
+    leases: Leases
+    roster: Roster
+    bus: RedisBus
+    keys: Keys
+    link: RedisLink
+
+    async def seen(self, channel) -> list:
+        """Messages that wait on a channel; they are consumed."""
+        reader = self.bus.reader(channel)
+        deliveries = await reader.next(0.01)
+        await reader.ack(deliveries)
+        return [message for delivery in deliveries for message in delivery.messages]
+
+    async def taken(self, incarnation: Incarnation = D) -> int:
+        return {v.registration.incarnation: v.credit_taken for v in await self.roster.workers()}[incarnation]
+
+
+@pytest.fixture
+async def cell(redis_url: str) -> AsyncIterator[Cell]:
+    clock = SystemClock()
+    link = RedisLink(RedisConfig(url=redis_url), clock)
+    keys = Keys("test")
+    yield Cell(Leases(link, keys, SeededRandomness(1)), Roster(link, keys, 1.0), RedisBus(link, clock), keys, link)
+    await link.close()
+
+
+def request(request_id: RequestId = R) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id,
+        gateway=GW,
+        token_ids=(5, 6, 7),
+        root_hash=chain_root(),
+        block_hashes=(),
+        sampling=SamplingParams(max_tokens=4),
+    )
+
+
+def registration(incarnation: Incarnation, role: str, num_blocks: int = 10) -> Registration:
+    return Registration(
+        worker_id=WorkerId(f"{role}-0"),
+        incarnation=incarnation,
+        role=role,
+        model="m",
+        fingerprint="f",
+        protocol=1,
+        block_size=16,
+        num_blocks=num_blocks,
+        max_model_len=100,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        endpoints=(),
+    )
+
+
+def placement(epoch: int = 1, attempt: AttemptId = A1, credit: int = 4, term: int = 1, request_id: RequestId = R):
+    common = {"request_id": request_id, "epoch": epoch, "attempt": attempt, "term": term, "num_prompt_tokens": 3}
+    return Dispatch(
+        request_id=request_id,
+        epoch=epoch,
+        attempt=attempt,
+        term=term,
+        decode=D,
+        credit_blocks=credit,
+        decode_task=DecodeTask(credit_blocks=credit, **common),
+        prefill=P,
+        prefill_task=PrefillTask(reader=D, **common),
+    )
+
+
+async def dispatched(cell: Cell) -> Fence:
+    """A request on its way to both workers; all streams read empty."""
+    await cell.roster.register(registration(P, "prefill"))
+    await cell.roster.register(registration(D, "decode"))
+    assert await cell.leases.lead(Incarnation("s1")) == 1
+    assert await cell.leases.admit(request(), 8) == "admitted"
+    assert await cell.leases.dispatch(placement()) == "dispatched"
+    await cell.seen(cell.keys.sched())
+    return Fence(R, 1, A1)
+
+
+async def test_admit_is_bounded_and_idempotent(cell: Cell) -> None:
+    """A full queue takes nothing, and the same id enters once."""
+    assert await cell.leases.admit(request(), 1) == "admitted"
+    assert await cell.leases.admit(request(), 1) == "duplicate"
+    assert await cell.leases.admit(request(RequestId("cmpl-2")), 1) == "full"
+    assert await cell.leases.queued() == [Admitted(request_id=R, epoch=1)]
+    assert await cell.seen(cell.keys.sched()) == [Admitted(request_id=R, epoch=1)]
+    state = await cell.leases.load(R)
+    assert state is not None
+    assert (state.request, state.epoch, state.output) == (request(), 1, ())
+
+
+async def test_dispatch_takes_credit_and_writes_both_tasks_once(cell: Cell) -> None:
+    """The same attempt again changes nothing; another attempt comes too late."""
+    await dispatched(cell)
+    assert await cell.taken() == 4
+    assert await cell.leases.dispatch(placement()) == "dispatched"
+    assert await cell.leases.dispatch(placement(attempt=A2)) == "stale"
+    assert await cell.taken() == 4
+    assert [type(m) for m in await cell.seen(cell.keys.work(P))] == [PrefillTask]
+    assert [type(m) for m in await cell.seen(cell.keys.work(D))] == [DecodeTask]
+    assert await cell.leases.queued() == []
+
+
+@pytest.mark.parametrize("num_waiting", [1, 2, 3])
+async def test_credit_is_never_promised_twice(cell: Cell, num_waiting: int) -> None:
+    """Ten blocks carry two requests of four; the third waits until one ends."""
+    await dispatched(cell)
+    answers = []
+    for n in range(num_waiting):
+        other = RequestId(f"other-{n}")
+        await cell.leases.admit(request(other), 8)
+        answers.append(await cell.leases.dispatch(placement(request_id=other)))
+    assert answers == ["dispatched", "no_credit", "no_credit"][:num_waiting]
+    assert await cell.taken() == 8
+
+
+async def test_a_deposed_scheduler_cannot_dispatch(cell: Cell) -> None:
+    """A newer term fences the older leader."""
+    await dispatched(cell)
+    other = RequestId("other")
+    await cell.leases.admit(request(other), 8)
+    await cell.leases.lead(Incarnation("s2"))
+    assert await cell.leases.dispatch(placement(request_id=other)) == "deposed"
+    assert await cell.leases.dispatch(placement(request_id=other, term=2)) == "dispatched"
+
+
+async def test_draining_and_dead_workers_get_nothing(cell: Cell) -> None:
+    """Dispatch looks at the worker's state inside the script."""
+    await dispatched(cell)
+    other = RequestId("other")
+    await cell.leases.admit(request(other), 8)
+    await cell.roster.retire(P, "draining")
+    assert await cell.leases.dispatch(placement(request_id=other)) == "worker_gone"
+    alone = replace(placement(request_id=other), prefill=None, prefill_task=None)
+    assert await cell.leases.dispatch(alone) == "dispatched"
+
+
+async def test_the_lease_goes_from_prefill_to_decode_and_not_back(cell: Cell) -> None:
+    """After decode's accept, prefill's renewals say `handed_on` and its accept is refused."""
+    fence = await dispatched(cell)
+    assert await cell.leases.accept(fence, P, "prefill", 5)
+    assert await cell.leases.renew(P, [fence], 5) == ["renewed"]
+    assert await cell.leases.accept(fence, D, "decode", 5, prefill=P)
+    assert await cell.leases.renew(P, [fence], 5) == ["handed_on"]
+    assert not await cell.leases.accept(fence, P, "prefill", 5)
+    assert await cell.leases.renew(D, [fence, replace(fence, attempt=A2)], 5) == ["renewed", "stale"]
+    assert await cell.link.client.hgetall(cell.keys.held(P)) == {}
+
+
+async def test_emit_appends_to_the_log_and_drops_repeats_and_strangers(cell: Cell) -> None:
+    """One entry per call; an old attempt's tokens go nowhere; what the log has is not sent again."""
+    fence = await dispatched(cell)
+    first, both = Tokens(R, 1, 0, 0, (11,)), Tokens(R, 1, 0, 0, (11, 12))
+    assert await cell.leases.emit(GW, [(first, A1)]) == [True]
+    assert await cell.leases.emit(GW, [(first, A2), (both, A1)]) == [False, True]
+    assert await cell.leases.emit(GW, [(first, A1)]) == [True]
+    assert await cell.leases.token_log(R) == (11, 12)
+    assert await cell.seen(cell.keys.tokens(GW)) == [first, both]
+    assert await cell.leases.renew(D, [fence], 5) == ["stale"], "nobody has accepted it"
+
+
+async def test_complete_ends_it_once_and_gives_the_credit_back(cell: Cell) -> None:
+    """Finished goes out once; the record cannot be loaded, renewed or emitted to any more."""
+    fence = await dispatched(cell)
+    await cell.leases.accept(fence, D, "decode", 5, prefill=P)
+    finished = Finished(R, 1, "length", num_output_tokens=1)
+    assert not await cell.leases.complete(replace(fence, attempt=A2), GW, finished, D, P)
+    assert await cell.leases.complete(fence, GW, finished, D, P)
+    assert not await cell.leases.complete(fence, GW, finished, D, P)
+    assert await cell.seen(cell.keys.tokens(GW)) == [finished]
+    assert await cell.seen(cell.keys.sched()) == [Ended(request_id=R)]
+    assert await cell.taken() == 0
+    assert await cell.leases.load(R) is None
+    assert await cell.leases.emit(GW, [(Tokens(R, 1, 0, 0, (1,)), A1)]) == [False]
+    assert await cell.leases.expired() == []
+
+
+async def test_cancel_tells_every_holder_and_keeps_the_credit_until_the_work_is_dropped(cell: Cell) -> None:
+    """Blocks that decode still holds are not promised to others."""
+    fence = await dispatched(cell)
+    assert await cell.leases.cancel(R, "client gone")
+    assert not await cell.leases.cancel(R, "client gone")
+    want = [Cancel(request_id=R, epoch=1, reason="client gone")]
+    assert await cell.seen(cell.keys.control(P)) == want
+    assert await cell.seen(cell.keys.control(D)) == want
+    assert await cell.seen(cell.keys.tokens(GW)) == [Finished(R, 1, "cancelled", error="client gone")]
+    assert not await cell.leases.accept(fence, D, "decode", 5)
+    assert await cell.taken() == 4
+    assert await cell.leases.refund(D, R, 1) == 4
+    assert await cell.leases.refund(D, R, 1) == 0
+    assert await cell.taken() == 0
+
+
+async def test_cancel_of_a_waiting_request_leaves_nothing_queued(cell: Cell) -> None:
+    """Dispatch refuses what was cancelled."""
+    await cell.roster.register(registration(D, "decode"))
+    await cell.roster.register(registration(P, "prefill"))
+    await cell.leases.lead(Incarnation("s1"))
+    await cell.leases.admit(request(), 8)
+    assert await cell.leases.cancel(R, "gone")
+    assert await cell.leases.queued() == []
+    assert await cell.leases.dispatch(placement()) == "stale"
+    assert await cell.taken() == 0
+
+
+async def test_refund_of_hits_never_gives_back_more_than_was_taken(cell: Cell) -> None:
+    """A part, then the rest."""
+    await dispatched(cell)
+    assert await cell.leases.refund(D, R, 1, 3) == 3
+    assert await cell.leases.refund(D, R, 1, 3) == 1
+    assert await cell.taken() == 0
+    assert CreditFreed(incarnation=D) in await cell.seen(cell.keys.sched())
+
+
+async def test_requeue_raises_the_epoch_and_keeps_the_tokens(cell: Cell) -> None:
+    """The next holder begins where the client's text ends, and the old one is fenced."""
+    fence = await dispatched(cell)
+    await cell.leases.accept(fence, D, "decode", 0.001, prefill=P)
+    await cell.leases.emit(GW, [(Tokens(R, 1, 0, 0, (11, 12)), A1)])
+    await cell.link.client.execute_command("PING")
+    assert (R, 1) in await _until_expired(cell)
+    assert await cell.leases.requeue(R, 1, "lease ran out", 3) == "requeued"
+    assert await cell.leases.requeue(R, 1, "lease ran out", 3) == "stale"
+    state = await cell.leases.load(R)
+    assert state is not None
+    assert (state.epoch, state.output, state.token_ids) == (2, (11, 12), (5, 6, 7, 11, 12))
+    assert await cell.leases.emit(GW, [(Tokens(R, 1, 0, 2, (13,)), A1)]) == [False]
+    assert (await cell.seen(cell.keys.tokens(GW)))[-1] == EpochRaised(R, 2, 2)
+    assert Admitted(request_id=R, epoch=2) in await cell.seen(cell.keys.sched())
+    assert await cell.seen(cell.keys.control(D)) == [Cancel(request_id=R, epoch=1, reason="lease ran out")]
+    assert await cell.leases.dispatch(placement(epoch=2, attempt=A2)) == "dispatched"
+    assert await cell.taken() == 8, "the old decode worker has not dropped its blocks yet"
+    assert await cell.leases.refund(D, R, 1) == 4
+
+
+async def _until_expired(cell: Cell) -> list:
+    for _ in range(200):
+        if expired := await cell.leases.expired():
+            return expired
+    return []
+
+
+async def test_a_live_lease_is_not_requeued(cell: Cell) -> None:
+    """The script looks at the deadline itself."""
+    fence = await dispatched(cell)
+    await cell.leases.accept(fence, D, "decode", 30, prefill=P)
+    assert await cell.leases.requeue(R, 1, "lease ran out", 3) == "stale"
+    assert await cell.leases.requeue(R, 1, "prefill died", 3, lost=P) == "stale", "decode has it by now"
+    assert await cell.leases.requeue(R, 1, "decode died", 3, lost=D) == "requeued"
+
+
+async def test_a_request_that_kills_workers_fails_after_its_attempts(cell: Cell) -> None:
+    """Three attempts, then Finished(error), once."""
+    await dispatched(cell)
+    for epoch in (1, 2):
+        assert await cell.leases.requeue(R, epoch, "decode died", 3, lost=D) == "requeued"
+        assert await cell.leases.dispatch(placement(epoch=epoch + 1, attempt=A2, credit=1)) == "dispatched"
+    assert await cell.leases.requeue(R, 3, "decode died", 3, lost=D) == "failed"
+    events = await cell.seen(cell.keys.tokens(GW))
+    assert [type(e) for e in events] == [EpochRaised, EpochRaised, Finished]
+    assert events[-1].reason == "error"
+    assert await cell.leases.load(R) is None
+
+
+async def test_a_dead_worker_is_buried_and_its_work_listed(redis_url: str) -> None:
+    """Overdue, fenced, emptied, forgotten; its old incarnation cannot come back."""
+    link = RedisLink(RedisConfig(url=redis_url), SystemClock())
+    keys = Keys("test")
+    cell = Cell(Leases(link, keys, SeededRandomness(1)), Roster(link, keys, 1.0), RedisBus(link, SystemClock()), keys, link)
+    await dispatched(cell)
+    assert await cell.roster.bury(D) is None, "it is not overdue"
+    await cell.roster.retire(D, "dead")
+    assert await cell.roster.dead_workers() == [D]
+    assert await cell.roster.bury(D) == [(R, 1)]
+    assert await cell.leases.requeue(R, 1, "decode died", 3, lost=D) == "requeued"
+    await cell.roster.forget(D)
+    assert await cell.roster.dead_workers() == []
+    assert not await cell.roster.heartbeat(D)
+    assert [v.registration.incarnation for v in await cell.roster.workers()] == [P]
+    assert WorkerJoined(incarnation=D) not in await cell.seen(cell.keys.sched())
+    await link.close()
+
+
+async def test_fail_ends_a_waiting_request(cell: Cell) -> None:
+    """For what no worker can ever serve."""
+    await cell.leases.admit(request(), 8)
+    assert await cell.leases.fail(R, 1, "the prompt needs more blocks than any worker has")
+    assert not await cell.leases.fail(R, 1, "again")
+    (finished,) = await cell.seen(cell.keys.tokens(GW))
+    assert finished.reason == "error"
+    assert "more blocks" in finished.error
+
+
+async def test_the_deployment_key_is_made_once(cell: Cell) -> None:
+    """Whoever asks second gets the first one's."""
+    first = await cell.leases.deployment_key()
+    other = Leases(cell.link, cell.keys, SeededRandomness(2))
+    assert len(first) == 32
+    assert await other.deployment_key() == first
