@@ -71,9 +71,7 @@ def _from_hub(hub_id: str) -> Path:
     try:
         hub: Any = importlib.import_module("huggingface_hub")
     except ImportError:
-        raise ModelError(
-            f"model {hub_id}: no such folder; to fetch it as a hub id, install huggingface_hub"
-        ) from None
+        raise ModelError(f"model {hub_id}: no such folder; to fetch it as a hub id, install huggingface_hub") from None
     try:
         return Path(hub.snapshot_download(hub_id, allow_patterns=_HUB_FILES))
     except Exception as exc:  # the hub's client raises a dozen unrelated kinds; all mean the same here

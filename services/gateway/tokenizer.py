@@ -1,0 +1,206 @@
+"""The model's tokenizer, from a HF folder or from a GGUF file's metadata."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, processors
+
+from services.gateway.detokenizer import ByteLevelPieces, Detokenizer, Pieces, pieces_for
+from services.gateway.gguf_metadata import read_metadata
+from services.gateway.pretokenizers import pre_type
+from shared.errors import ModelError
+
+_CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
+_GGUF_END_TOKENS = ("eos", "eot", "eom")
+_TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to token ids and back. Immutable; safe to use from several threads."""
+
+    backend: tokenizers.Tokenizer
+    pieces: Pieces
+    end_token_ids: tuple[int, ...]  # generation ends with any of them
+    template_tokens: dict[str, str]  # bos_token, eos_token, ...: what chat templates may refer to
+    chat_template: str | None
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def max_token_bytes(self) -> int | None:
+        """No text of n UTF-8 bytes has fewer than n / this tokens; None where a normaliser breaks that."""
+        if self.backend.normalizer is not None or not isinstance(self.pieces, ByteLevelPieces):
+            return None
+        vocab = self.backend.get_vocab(with_added_tokens=True)
+        return max(len(text.encode()) for text in vocab)  # as long as the bytes it stands for, or longer
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids. Special tokens' text in `text` becomes those tokens, as in vLLM and HF.
+
+        The batch call is used because it alone gives up the GIL.
+        """
+        batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(batch[0].ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of all the ids, special tokens left out."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def detokenizer(self) -> Detokenizer:
+        """A new incremental decoder, for one choice."""
+        return self.pieces.detokenizer()
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a model as `shared.model_path.resolve` gives it.
+
+    :raises ModelError: files are missing or damaged, or of a kind that this build does not know.
+    """
+    return _from_folder(path) if path.is_dir() else _from_gguf(path)
+
+
+# --- GGUF ------------------------------------------------------------------------------------------
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    meta = {
+        key.removeprefix("tokenizer.").removeprefix("ggml."): value
+        for key, value in read_metadata(path).items()
+        if key.startswith("tokenizer.")
+    }
+    try:
+        return _gguf_tokenizer(path, meta)
+    except KeyError as exc:
+        raise ModelError(f"model {path}: the GGUF metadata lacks tokenizer.ggml.{exc.args[0]}") from None
+
+
+def _gguf_tokenizer(path: Path, meta: dict[str, Any]) -> Tokenizer:
+    if meta["model"] != "gpt2":
+        raise ModelError(f"model {path}: tokenizer type {meta['model']!r} is not supported in GGUF; byte-level BPE is")
+    backend = _byte_level_bpe(path, meta)
+    tokens: list[str] = meta["tokens"]
+    named = {
+        name: tokens[token_id]
+        for name in ("bos", "eos", "unknown", "padding")
+        if 0 <= (token_id := meta.get(f"{name}_token_id", -1)) < len(tokens)
+    }
+    named = {{"unknown": "unk", "padding": "pad"}.get(k, k): v for k, v in named.items()}
+    ends = [meta[key] for kind in _GGUF_END_TOKENS if (key := f"{kind}_token_id") in meta]
+    return Tokenizer(
+        backend=backend,
+        pieces=ByteLevelPieces(backend),
+        end_token_ids=tuple(dict.fromkeys(ends)),
+        template_tokens={f"{name}_token": text for name, text in named.items()},
+        chat_template=meta.get("chat_template"),
+    )
+
+
+def _byte_level_bpe(path: Path, meta: dict[str, Any]) -> tokenizers.Tokenizer:
+    pre = pre_type(meta.get("pre", "default"))
+    if pre is None:
+        raise ModelError(f"model {path}: pre-tokenizer {meta['pre']!r} is not supported")
+    tokens: list[str] = meta["tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in meta["merges"]]
+    vocab = {text: i for i, text in enumerate(tokens)}
+    try:
+        bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.ignore_merges)  # pyright: ignore[reportArgumentType]
+    except Exception as exc:  # the library raises bare Exception: a merge of unknown tokens, a bad pair
+        raise ModelError(f"model {path}: the tokenizer's merges are damaged: {exc}") from None
+    backend = tokenizers.Tokenizer(bpe)
+    if pre.normalizer is not None:
+        backend.normalizer = pre.normalizer  # pyright: ignore[reportAttributeAccessIssue]
+    backend.pre_tokenizer = pre.pre_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    kinds: list[int] = meta.get("token_type", [])
+    added = [(text, kind) for text, kind in zip(tokens, kinds, strict=False) if kind in (_CONTROL, _USER_DEFINED)]
+    for text, kind in added:
+        token = AddedToken(text, normalized=False, special=kind == _CONTROL)
+        (backend.add_special_tokens if kind == _CONTROL else backend.add_tokens)([token])
+    _surround(backend, meta, add_bos=pre.add_bos)
+    return backend
+
+
+def _surround(backend: tokenizers.Tokenizer, meta: dict[str, Any], *, add_bos: bool) -> None:
+    """Put BOS before and EOS after encoded text where the file asks for it. Mutates `backend`."""
+    before = meta["bos_token_id"] if meta.get("add_bos_token", add_bos and "bos_token_id" in meta) else None
+    after = meta["eos_token_id"] if meta.get("add_eos_token", False) else None
+    specials = [(backend.id_to_token(i) or "", i) for i in (before, after) if i is not None]
+    if not specials:
+        return
+    single = [name for name, i in specials if i == before][:1] + ["$A"] if before is not None else ["$A"]
+    if after is not None:
+        single.append(specials[-1][0])
+    backend.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+        single=single, pair=None, special_tokens=list(dict(specials).items())
+    )
+
+
+# --- HF folder -------------------------------------------------------------------------------------
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ModelError(f"model {folder}: there is no tokenizer.json")
+    text = file.read_text(encoding="utf-8")
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except Exception as exc:  # the library raises bare Exception
+        raise ModelError(f"model {folder}: tokenizer.json cannot be read: {exc}") from None
+    backend.no_truncation()
+    backend.no_padding()
+    config = _read_json(folder / "tokenizer_config.json")
+    named = {name: text for name in _TEMPLATE_TOKENS if (text := _token_text(config.get(name)))}
+    return Tokenizer(
+        backend=backend,
+        pieces=pieces_for(backend, json.loads(text).get("decoder"), where=str(file)),
+        end_token_ids=_end_tokens(folder, backend, named),
+        template_tokens=named,
+        chat_template=_chat_template(folder, config),
+    )
+
+
+def _end_tokens(folder: Path, backend: tokenizers.Tokenizer, named: dict[str, str]) -> tuple[int, ...]:
+    """From generation_config.json, else config.json, else the tokenizer's EOS."""
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(folder / name).get("eos_token_id")
+        if value is not None:
+            return tuple(value) if isinstance(value, list) else (int(value),)
+    token_id = backend.token_to_id(named.get("eos_token", ""))
+    return () if token_id is None else (token_id,)
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {t["name"]: t["template"] for t in template}.get("default")
+    return template
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token in tokenizer_config.json is its text, or an object around it."""
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as exc:
+        raise ModelError(f"model {file}: not JSON: {exc}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"model {file}: not a JSON object")
+    return value
