@@ -1,0 +1,1 @@
+"""Bodies in C++ (`_kernels`, built by CMake). Importable only where the extension was built."""

@@ -1,0 +1,1 @@
+"""Bodies in plain torch: obvious, slow, the oracle of the others."""

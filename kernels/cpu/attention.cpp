@@ -1,0 +1,146 @@
+// Paged attention with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022), rows of many seqs in
+// one call. A work item is up to ROWS rows of one seq and one KV head; it walks the seq's KV tiles from
+// position 0 on, always in this order, so neither chunking nor neighbours nor threads change a row's bits.
+#include "cache.h"
+#include "threads.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace baton {
+
+const TileOps& tile_ops(bool simd, int64_t head_dim) {
+#ifdef BATON_AVX2
+  if (simd && head_dim % 8 == 0 && cpu_has_avx2()) return avx2_ops;
+#endif
+  (void)simd, (void)head_dim;
+  return scalar_ops;
+}
+
+#ifdef BATON_AVX2
+bool cpu_has_avx2() {
+  static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                          __builtin_cpu_supports("f16c");
+  return has;
+}
+#endif
+
+namespace {
+
+constexpr int64_t ROWS = 32;
+
+struct Item {
+  int64_t seq, kv_head, first_row, num_rows, first_position;
+};
+
+struct Scratch {
+  std::vector<float> q, acc, max, sum, keys, values;
+  std::vector<int> visible;
+
+  void fit(int64_t num_queries, int64_t head_dim) {
+    q.resize(num_queries * head_dim);
+    acc.assign(num_queries * head_dim, 0.0f);
+    max.assign(num_queries, -INFINITY);
+    sum.assign(num_queries, 0.0f);
+    visible.resize(num_queries);
+    keys.resize(TILE * head_dim);
+    values.resize(TILE * head_dim);
+  }
+};
+
+void check_tables(const AttentionArgs& args, const LayerCache& cache) {
+  for (int64_t s = 0; s < args.num_seqs; ++s) {
+    const int64_t rows = args.query_start[s + 1] - args.query_start[s], context = args.context_lens[s];
+    const int64_t blocks = (context + cache.block_size - 1) / cache.block_size;
+    if (rows < 0 || rows > context || blocks > args.max_blocks)
+      throw std::out_of_range("paged_attention: seq " + std::to_string(s) + " has no such rows or blocks");
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int32_t block = args.block_tables[s * args.max_blocks + b];
+      if (block < 0 || block >= cache.num_blocks)
+        throw std::out_of_range("paged_attention: block " + std::to_string(block) + " is outside the pool");
+    }
+  }
+}
+
+std::vector<Item> split(const AttentionArgs& args, int64_t num_kv_heads) {
+  std::vector<Item> items;
+  for (int64_t s = 0; s < args.num_seqs; ++s) {
+    const int64_t start = args.query_start[s], end = args.query_start[s + 1];
+    const int64_t shift = args.context_lens[s] - end;  // position of a row = its index + shift
+    for (int64_t row = start; row < end; row += ROWS)
+      for (int64_t head = 0; head < num_kv_heads; ++head)
+        items.push_back({s, head, row, std::min(ROWS, end - row), row + shift});
+  }
+  return items;
+}
+
+// Points keys[t] and values[t] at the pool's rows of tokens first .. first + TILE - 1, null from `context` on.
+void find_rows(const AttentionArgs& args, const LayerCache& cache, const Item& item, int64_t first, int64_t context,
+               const void** keys, const void** values) {
+  const int32_t* table = args.block_tables + item.seq * args.max_blocks;
+  for (int64_t t = 0; t < TILE; ++t) {
+    const int64_t token = first + t;
+    if (token >= context) {
+      keys[t] = values[t] = nullptr;
+      continue;
+    }
+    const int64_t slot = table[token / cache.block_size] * cache.block_size + token % cache.block_size;
+    keys[t] = cache.row(slot, item.kv_head, 0);
+    values[t] = cache.row(slot, item.kv_head, 1);
+  }
+}
+
+void attend_tile(const AttentionArgs& args, const LayerCache& cache, const TileOps& ops, const Item& item,
+                 int64_t first_token, Scratch& s) {
+  const int64_t group = args.num_heads / cache.num_kv_heads, head_dim = cache.head_dim;
+  const int64_t context = item.first_position + item.num_rows;  // the item's last row sees no further
+  const void *keys[TILE], *values[TILE];
+  find_rows(args, cache, item, first_token, context, keys, values);
+  ops.pack_keys(keys, head_dim, cache.dtype, s.keys.data());
+  const float* value_rows[TILE];
+  if (cache.dtype != Dtype::f32) ops.pack_values(values, head_dim, cache.dtype, s.values.data());
+  for (int64_t t = 0; t < TILE; ++t)
+    value_rows[t] = cache.dtype == Dtype::f32 ? static_cast<const float*>(values[t]) : &s.values[t * head_dim];
+
+  // Rows before the tile see none of it.
+  const int64_t skip = std::max<int64_t>(0, first_token - item.first_position) * group;
+  const int64_t num = item.num_rows * group - skip;
+  for (int64_t i = 0; i < num; ++i) {
+    const int64_t position = item.first_position + (skip + i) / group;
+    s.visible[i] = static_cast<int>(std::min<int64_t>(TILE, position - first_token + 1));
+  }
+  const Queries queries = {&s.q[skip * head_dim], &s.acc[skip * head_dim], &s.max[skip], &s.sum[skip],
+                           s.visible.data(),      num};
+  ops.attend(queries, s.keys.data(), value_rows, head_dim);
+}
+
+void run_item(const AttentionArgs& args, const LayerCache& cache, const TileOps& ops, const Item& item) {
+  static thread_local Scratch s;
+  const int64_t group = args.num_heads / cache.num_kv_heads, head_dim = cache.head_dim;
+  const int64_t width = group * head_dim, offset = item.kv_head * width;
+  s.fit(item.num_rows * group, head_dim);
+  for (int64_t r = 0; r < item.num_rows; ++r) {
+    const float* q = args.q + (item.first_row + r) * args.q_stride + offset;
+    for (int64_t i = 0; i < width; ++i) s.q[r * width + i] = q[i] * args.scale;
+  }
+  for (int64_t token = 0; token < item.first_position + item.num_rows; token += TILE)
+    attend_tile(args, cache, ops, item, token, s);
+  for (int64_t r = 0; r < item.num_rows; ++r) {
+    float* out = args.out + (item.first_row + r) * args.out_stride + offset;
+    for (int64_t i = 0; i < width; ++i) out[i] = s.acc[r * width + i] / s.sum[r * group + i / head_dim];
+  }
+}
+
+}  // namespace
+
+void paged_attention(const AttentionArgs& args, const LayerCache& cache, const TileOps& ops, int num_threads) {
+  check_tables(args, cache);
+  const std::vector<Item> items = split(args, cache.num_kv_heads);
+  parallel_for(static_cast<int64_t>(items.size()), num_threads,
+               [&](int64_t i) { run_item(args, cache, ops, items[i]); });
+}
+
+}  // namespace baton

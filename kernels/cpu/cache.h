@@ -1,0 +1,42 @@
+// One layer's view of the block-major pool, and where a token lives in it.
+#pragma once
+#include "tile.h"
+
+namespace baton {
+
+struct LayerCache {  // [num_blocks, num_kv_heads, 2, block_size, head_dim]; strides in bytes, last dim contiguous
+  char* base;
+  Dtype dtype;
+  int64_t num_blocks, num_kv_heads, block_size, head_dim;
+  int64_t block_stride, head_stride, kv_stride, token_stride;
+
+  char* row(int64_t slot, int64_t kv_head, int kv) const {
+    return base + (slot / block_size) * block_stride + kv_head * head_stride + kv * kv_stride +
+           (slot % block_size) * token_stride;
+  }
+  int64_t num_slots() const { return num_blocks * block_size; }
+};
+
+struct StoreArgs {
+  const float *k, *v;            // [num_tokens, num_kv_heads, head_dim], heads contiguous
+  int64_t k_stride, v_stride;    // floats between tokens
+  const int32_t* slot_mapping;   // [num_tokens], -1 pads
+  int64_t num_tokens;
+};
+
+struct AttentionArgs {
+  const float* q;                // [num_rows, num_heads, head_dim], heads contiguous
+  float* out;                    // the same
+  int64_t q_stride, out_stride;  // floats between rows
+  int64_t num_heads, num_seqs;
+  const int32_t* block_tables;   // [num_seqs, max_blocks]
+  int64_t max_blocks;
+  const int32_t* query_start;    // [num_seqs + 1], first row of each seq
+  const int32_t* context_lens;   // [num_seqs], tokens of each seq, its rows included
+  float scale;
+};
+
+void store_kv(const StoreArgs& args, const LayerCache& cache, const TileOps& ops);
+void paged_attention(const AttentionArgs& args, const LayerCache& cache, const TileOps& ops, int num_threads);
+
+}  // namespace baton

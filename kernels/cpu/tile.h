@@ -1,0 +1,46 @@
+// What a KV tile's arithmetic must offer, and who offers it. A tile is TILE consecutive tokens of one KV head,
+// counted from the start of the seq: the same for every row, chunk and batch, so that a row's result does not
+// depend on its neighbours. Files that implement `TileOps` include no standard templates: code compiled for
+// AVX2 must not leak, through a shared inline function, into a process on a CPU without it.
+#pragma once
+#include <cstdint>
+
+namespace baton {
+
+enum class Dtype : int { f32 = 0, f16 = 1, bf16 = 2 };
+
+constexpr int TILE = 32;
+
+inline int64_t item_bytes(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+
+// The running softmax of `num` queries of one KV head. All arrays are the caller's scratch, float32.
+struct Queries {
+  const float* q;      // [num, head_dim], already multiplied by the softmax scale
+  float* acc;          // [num, head_dim], sum of weights times values so far
+  float* max;          // [num], largest score so far, -inf at first
+  float* sum;          // [num], sum of weights so far
+  const int* visible;  // [num], how many of the tile's tokens each query may see, 1..TILE
+  int64_t num;
+};
+
+struct TileOps {
+  // Writes n floats as `dtype`, rounding to nearest even.
+  void (*store_row)(const float* src, void* dst, int64_t n, Dtype dtype);
+  // Packs keys to [head_dim, TILE]; rows[t] is null behind the last token, and packs as zeros.
+  void (*pack_keys)(const void* const* rows, int64_t head_dim, Dtype dtype, float* packed);
+  // Widens values to float32 rows [TILE, head_dim]; null rows are left alone (no query sees them).
+  void (*pack_values)(const void* const* rows, int64_t head_dim, Dtype dtype, float* packed);
+  // Adds the tile to every query's running softmax. `values[t]` is a float32 row.
+  void (*attend)(const Queries& queries, const float* keys, const float* const* values, int64_t head_dim);
+};
+
+extern const TileOps scalar_ops;
+#ifdef BATON_AVX2
+extern const TileOps avx2_ops;
+bool cpu_has_avx2();
+#endif
+
+// The best body for this CPU and head dim, or the scalar one if `simd` is false.
+const TileOps& tile_ops(bool simd, int64_t head_dim);
+
+}  // namespace baton

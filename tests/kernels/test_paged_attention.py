@@ -1,0 +1,121 @@
+"""Paged attention against the textbook formula, and its promise of equal bits."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import ops
+from kernels.cpu import body as cpu
+from kernels.reference import body as reference
+from tests.kernels.paged import expected, fill, make_batch
+
+SCALE = 0.125
+
+
+def run(attend, batch, num_threads=1):
+    out = torch.full_like(batch.q, float("nan"))
+    attend(out, batch.q, batch.cache, *batch.metadata, SCALE, num_threads)
+    return out
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (9, 3), (8, 1), (4, 2)])
+def test_a_mixed_batch_equals_the_formula(attend, cache_dtype, heads, kv_heads):
+    """Decode rows, a whole prompt and a chunk in the middle, in one call, for every grouping of heads."""
+    batch = make_batch([1, 33, 70, 40], [1, 1, 70, 37], heads=heads, kv_heads=kv_heads, dtype=cache_dtype)
+    fill(batch, reference.store_kv)
+    torch.testing.assert_close(run(attend, batch), expected(batch, SCALE), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("head_dim", [4, 8, 24, 80, 128])
+@pytest.mark.parametrize("block_size", [1, 5, 16, 64])
+def test_any_head_dim_and_block_size(attend, head_dim, block_size):
+    """A tile of keys may span blocks, or lie within one."""
+    batch = make_batch([37, 65], [3, 40], head_dim=head_dim, block_size=block_size)
+    fill(batch, reference.store_kv)
+    torch.testing.assert_close(run(attend, batch), expected(batch, SCALE), rtol=1e-5, atol=3e-6)
+
+
+def test_large_scores_do_not_overflow(attend):
+    """Scores of some hundreds, rising and falling along the seq, stay finite and right."""
+    batch = make_batch([100], [100])
+    batch.q *= 60
+    fill(batch, reference.store_kv)
+    torch.testing.assert_close(run(attend, batch), expected(batch, SCALE), rtol=2e-4, atol=2e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_row_has_the_same_bits_alone_chunked_and_in_company(data):
+    """Neighbours, chunk borders, block ids, block size and threads change no bit of a row's result."""
+    context = data.draw(st.integers(1, 140))
+    simd = data.draw(st.booleans())
+    sizes = st.sampled_from([1, 4, 16, 32])
+    whole = make_batch([context], [context], block_size=data.draw(sizes), heads=6, kv_heads=2, head_dim=16, seed=5)
+    fill(whole, reference.store_kv)
+    attend = lambda *args: cpu.paged_attention(*args, simd=simd)  # noqa: E731
+    want = run(attend, whole)
+
+    end = data.draw(st.integers(1, context))
+    rows = data.draw(st.integers(1, end))
+    others = data.draw(st.lists(st.integers(1, 50), max_size=3))
+    mixed = make_batch(
+        [end, *others], [rows, *others], block_size=data.draw(sizes), heads=6, kv_heads=2, head_dim=16, seed=7
+    )
+    mixed.keys[0], mixed.values[0] = whole.keys[0][:end], whole.values[0][:end]
+    mixed.q[:rows] = whole.q[end - rows : end]
+    fill(mixed, reference.store_kv)
+    got = run(attend, mixed, num_threads=data.draw(st.integers(1, 3)))
+    assert torch.equal(got[:rows], want[end - rows : end])
+
+
+def test_many_threads_compute_every_row_once(attend_cpp):
+    """The same bits with 1 and 4 threads, again and again (a lost or doubled item would show)."""
+    batch = make_batch([300, 7, 90, 64], [300, 1, 45, 64], head_dim=16)
+    fill(batch, reference.store_kv)
+    want = run(attend_cpp, batch)
+    for _ in range(30):
+        assert torch.equal(run(attend_cpp, batch, num_threads=4), want)
+
+
+def test_q_and_out_may_be_columns_of_wider_tensors(attend):
+    """A fused projection's output is read where it lies."""
+    batch = make_batch([20], [20])
+    fill(batch, reference.store_kv)
+    wide_q, wide_out = torch.zeros(20, 11, 64), torch.zeros(20, 9, 64)
+    wide_q[:, 2:8] = batch.q
+    attend(wide_out[:, 1:7], wide_q[:, 2:8], batch.cache, *batch.metadata, SCALE)
+    torch.testing.assert_close(wide_out[:, 1:7], expected(batch, SCALE), rtol=1e-5, atol=2e-6)
+    assert not wide_out[:, 0].any() and not wide_out[:, 7:].any()
+
+
+@pytest.mark.parametrize("bad", [-1, 10_000])
+def test_a_block_outside_the_pool_raises(attend_cpp, bad):
+    """Table entries that are needed are checked before anything is read."""
+    batch = make_batch([40], [1])
+    fill(batch, reference.store_kv)
+    batch.tables[0][1] = bad
+    with pytest.raises(IndexError, match="outside the pool"):
+        run(attend_cpp, batch)
+
+
+def test_a_table_shorter_than_its_context_raises(attend_cpp):
+    """A table that does not cover the context is refused."""
+    batch = make_batch([40], [1])
+    fill(batch, reference.store_kv)
+    batch.tables[0].pop()
+    with pytest.raises(IndexError, match="no such rows or blocks"):
+        run(attend_cpp, batch)
+
+
+def test_the_dispatcher_runs_the_compiled_body():
+    """Where the extension is built, the ops use it; and they refuse mismatched arguments."""
+    assert ops.body_name() in ("avx2", "scalar")
+    batch = make_batch([40, 3], [2, 3])
+    fill(batch, ops.store_kv)
+    torch.testing.assert_close(run(ops.paged_attention, batch), expected(batch, SCALE), rtol=1e-5, atol=2e-6)
+    tables, starts, contexts = batch.metadata
+    out = torch.empty_like(batch.q)
+    for args in [(tables[:1], starts, contexts), (tables, starts[:2], contexts), (tables, starts, contexts.long())]:
+        with pytest.raises(AssertionError):
+            ops.paged_attention(out, batch.q, batch.cache, *args, SCALE)
