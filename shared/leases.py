@@ -40,8 +40,9 @@ LIVE = (b"dispatched", b"prefill", b"decode")
 AdmitAnswer = Literal["admitted", "full", "duplicate"]
 DispatchAnswer = Literal["dispatched", "stale", "no_credit", "worker_gone", "deposed"]
 RequeueAnswer = Literal["requeued", "failed", "stale"]
-Renewal = Literal["renewed", "handed_on", "stale"]
-_RENEWALS: dict[int, Renewal] = {1: "renewed", 2: "handed_on", 0: "stale"}
+Holding = Literal["held", "handed_on", "stale"]
+"""held: the lease is the caller's; handed_on: same attempt, decode has it; stale: drop the work."""
+_HOLDINGS: dict[int, Holding] = {1: "held", 2: "handed_on", 0: "stale"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,16 +217,16 @@ class Leases:
         phase: Literal["prefill", "decode"],
         lease_s: float,
         prefill: Incarnation | None = None,
-    ) -> bool:
-        """Take the lease. False: the work is somebody else's now, or nobody's.
+    ) -> Holding:
+        """Take the lease, with the whole lease period before it.
 
         :param prefill: for decode, the worker that holds the lease until now.
         """
         keys = [self._keys.request(fence.request_id), self._keys.leases(), self._keys.held(prefill or NOBODY)]
         args = [fence.request_id, fence.epoch, fence.attempt, holder, phase, int(lease_s * 1000)]
-        return bool(await self._scripts.run("accept", keys, args))
+        return _HOLDINGS[await self._scripts.run("accept", keys, args)]
 
-    async def renew(self, holder: Incarnation, fences: Sequence[Fence], lease_s: float) -> list[Renewal]:
+    async def renew(self, holder: Incarnation, fences: Sequence[Fence], lease_s: float) -> list[Holding]:
         """Prove progress on several requests. Aligned with `fences`."""
         if not fences:
             return []
@@ -233,7 +234,7 @@ class Leases:
         args: list[Any] = [holder, int(lease_s * 1000)]
         for fence in fences:
             args += (fence.request_id, fence.epoch, fence.attempt)
-        return [_RENEWALS[answer] for answer in await self._scripts.run("renew", keys, args)]
+        return [_HOLDINGS[answer] for answer in await self._scripts.run("renew", keys, args)]
 
     async def emit(self, gateway: Incarnation, items: Sequence[tuple[Tokens, AttemptId]]) -> list[bool]:
         """Send tokens of several requests of one gateway. Aligned; False: stale, drop the work."""

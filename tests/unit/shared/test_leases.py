@@ -179,14 +179,14 @@ async def test_draining_and_dead_workers_get_nothing(cell: Cell) -> None:
 
 
 async def test_the_lease_goes_from_prefill_to_decode_and_not_back(cell: Cell) -> None:
-    """After decode's accept, prefill's renewals say `handed_on` and its accept is refused."""
+    """After decode's accept, prefill's renewals say and its accept say `handed_on`."""
     fence = await dispatched(cell)
-    assert await cell.leases.accept(fence, P, "prefill", 5)
-    assert await cell.leases.renew(P, [fence], 5) == ["renewed"]
-    assert await cell.leases.accept(fence, D, "decode", 5, prefill=P)
+    assert await cell.leases.accept(fence, P, "prefill", 5) == "held"
+    assert await cell.leases.renew(P, [fence], 5) == ["held"]
+    assert await cell.leases.accept(fence, D, "decode", 5, prefill=P) == "held"
     assert await cell.leases.renew(P, [fence], 5) == ["handed_on"]
-    assert not await cell.leases.accept(fence, P, "prefill", 5)
-    assert await cell.leases.renew(D, [fence, replace(fence, attempt=A2)], 5) == ["renewed", "stale"]
+    assert await cell.leases.accept(fence, P, "prefill", 5) == "handed_on"
+    assert await cell.leases.renew(D, [fence, replace(fence, attempt=A2)], 5) == ["held", "stale"]
     assert await cell.link.client.hgetall(cell.keys.held(P)) == {}
 
 
@@ -227,7 +227,7 @@ async def test_cancel_tells_every_holder_and_keeps_the_credit_until_the_work_is_
     assert await cell.seen(cell.keys.control(P)) == want
     assert await cell.seen(cell.keys.control(D)) == want
     assert await cell.seen(cell.keys.tokens(GW)) == [Finished(R, 1, "cancelled", error="client gone")]
-    assert not await cell.leases.accept(fence, D, "decode", 5)
+    assert await cell.leases.accept(fence, D, "decode", 5) == "stale"
     assert await cell.taken() == 4
     assert await cell.leases.refund(D, R, 1) == 4
     assert await cell.leases.refund(D, R, 1) == 0

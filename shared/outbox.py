@@ -1,0 +1,82 @@
+"""What a worker says about its requests, in order, beside the engine loop: the next step computes while the last
+one's tokens go out. One entry per gateway and step, never a message per seq."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import anyio
+import structlog
+
+from shared.ids import AttemptId, Incarnation, RequestId
+from shared.leases import Fence, Leases
+from shared.messages import Finished, Tokens
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A request's end, as `Leases.complete` wants it."""
+
+    fence: Fence
+    gateway: Incarnation
+    finished: Finished
+    decode: Incarnation
+    prefill: Incarnation | None = None
+
+
+@dataclass(slots=True)
+class Parcel:
+    """All that one step has to say: tokens first, then ends."""
+
+    tokens: dict[Incarnation, list[tuple[Tokens, AttemptId]]] = field(default_factory=dict)
+    endings: list[Ending] = field(default_factory=list)
+
+    def add(self, gateway: Incarnation, tokens: Tokens, attempt: AttemptId) -> None:
+        self.tokens.setdefault(gateway, []).append((tokens, attempt))
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.endings)
+
+
+class Outbox:
+    """Sends parcels in order. `on_stale(request_id, epoch)` is called for work that is no longer this worker's."""
+
+    def __init__(
+        self, leases: Leases, on_stale: Callable[[RequestId, int], None], max_parcels: float = math.inf
+    ) -> None:
+        self._leases, self._on_stale = leases, on_stale
+        self._send, self._receive = anyio.create_memory_object_stream[Parcel](max_parcels)
+        self.num_stale = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return self._send.statistics().current_buffer_used
+
+    def put(self, parcel: Parcel) -> None:
+        """Queue a parcel; never blocks."""
+        if parcel:
+            self._send.send_nowait(parcel)
+
+    async def run(self) -> None:
+        """Send until cancelled."""
+        async for parcel in self._receive:
+            await self._deliver(parcel)
+
+    async def _deliver(self, parcel: Parcel) -> None:
+        for gateway, items in parcel.tokens.items():
+            alive = await self._leases.emit(gateway, items)
+            for (tokens, _), ok in zip(items, alive, strict=True):
+                if not ok:
+                    self._stale(tokens.request_id, tokens.epoch)
+        for ending in parcel.endings:
+            fence = ending.fence
+            ok = await self._leases.complete(fence, ending.gateway, ending.finished, ending.decode, ending.prefill)
+            if not ok:
+                self._stale(fence.request_id, fence.epoch)
+
+    def _stale(self, request_id: RequestId, epoch: int) -> None:
+        self.num_stale += 1
+        log.info("outbox.stale", request_id=request_id, epoch=epoch)
+        self._on_stale(request_id, epoch)

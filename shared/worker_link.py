@@ -1,0 +1,159 @@
+"""A worker's ties to the cell, the same for both roles: registration, heartbeats, tasks and control, lease
+renewal by progress, KV events, drain."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import structlog
+
+from shared.bus import Bus
+from shared.clock import Clock
+from shared.config import LeaseConfig
+from shared.errors import BatonError
+from shared.ids import Incarnation, RequestId
+from shared.keys import Keys
+from shared.leases import Fence, Leases
+from shared.messages import (
+    Cancel,
+    Cleared,
+    ControlMsg,
+    DecodeTask,
+    KvEvents,
+    PrefillTask,
+    Registration,
+    Removed,
+    RequestState,
+    ResendKv,
+    Stored,
+)
+from shared.roster import Roster
+
+log = structlog.get_logger(__name__)
+
+
+class Buried(BatonError):
+    """The cell has given this incarnation up (heartbeats came too late): the process must start a new life."""
+
+
+class Duties(Protocol):
+    """What a worker does with what it is told."""
+
+    def take(self, task: PrefillTask | DecodeTask, state: RequestState | None) -> None:
+        """New work; `state` is None if the request has ended or moved on meanwhile."""
+        ...
+
+    def cancel(self, request_id: RequestId, epoch: int, reason: str) -> None:
+        """Drop the request's work of that epoch or older. Idempotent."""
+        ...
+
+    def held(self) -> Sequence[Fence]:
+        """Leases that this worker holds."""
+        ...
+
+    def lost(self, fence: Fence, handed_on: bool) -> None:
+        """A lease is no longer this worker's."""
+        ...
+
+    def progress(self) -> int | None:
+        """A number that grows with each step; None when there is nothing to do."""
+        ...
+
+    def cached_blocks(self) -> tuple[Stored, ...]:
+        """All blocks in the prefix cache, for an index that missed events."""
+        ...
+
+
+class WorkerLink:
+    """Loops of one worker. Start them in the service's task group, `beat` last: alive implies ready."""
+
+    def __init__(
+        self,
+        registration: Registration,
+        duties: Duties,
+        bus: Bus,
+        keys: Keys,
+        leases: Leases,
+        roster: Roster,
+        clock: Clock,
+        config: LeaseConfig,
+    ) -> None:
+        self._registration, self._duties = registration, duties
+        self._bus, self._keys, self._leases, self._roster = bus, keys, leases, roster
+        self._clock, self._config = clock, config
+        self._incarnation: Incarnation = registration.incarnation
+        self._kv_seq = 0
+
+    async def beat(self) -> None:
+        """Register, then say `alive` until cancelled.
+
+        :raises Buried: the cell has declared this incarnation dead.
+        """
+        await self._roster.register(self._registration)
+        log.info("worker.registered", role=self._registration.role, blocks=self._registration.num_blocks)
+        while True:
+            await self._clock.sleep(self._config.heartbeat_s)
+            if not await self._roster.heartbeat(self._incarnation):
+                raise Buried(f"{self._incarnation} was declared dead")
+
+    async def read(self) -> None:
+        """Take control messages and tasks, control first, until cancelled."""
+        reader = self._bus.reader(self._keys.control(self._incarnation), self._keys.work(self._incarnation))
+        while True:
+            deliveries = await reader.next()
+            for delivery in deliveries:
+                for message in delivery.messages:
+                    await self._obey(message)
+            await reader.ack(deliveries)
+
+    async def _obey(self, message: ControlMsg | PrefillTask | DecodeTask) -> None:
+        match message:
+            case Cancel():
+                self._duties.cancel(message.request_id, message.epoch, message.reason)
+            case ResendKv():
+                await self.publish_kv((Cleared(), *self._duties.cached_blocks()))
+            case PrefillTask() | DecodeTask():
+                state = await self._leases.load(message.request_id)
+                current = state if state is not None and state.epoch == message.epoch else None
+                self._duties.take(message, current)
+
+    async def renew(self) -> None:
+        """Renew leases while the engine makes progress, until cancelled."""
+        seen: int | None = -1
+        while True:
+            await self._clock.sleep(self._config.lease_s / 4)
+            progress = self._duties.progress()
+            if progress is not None and progress == seen:
+                log.warning("worker.stalled", steps=progress)
+                continue
+            seen = progress
+            fences = list(self._duties.held())
+            for start in range(0, len(fences), 64):
+                some = fences[start : start + 64]
+                answers = await self._leases.renew(self._incarnation, some, self._config.lease_s)
+                for fence, answer in zip(some, answers, strict=True):
+                    if answer != "held":
+                        self._duties.lost(fence, answer == "handed_on")
+
+    async def publish_kv(self, events: Sequence[Stored | Removed | Cleared]) -> None:
+        """Tell the prefix index; messages are numbered without gaps."""
+        if not events:
+            return
+        self._kv_seq += 1
+        message = KvEvents(
+            incarnation=self._incarnation,
+            fingerprint=self._registration.fingerprint,
+            seq=self._kv_seq,
+            events=tuple(events),
+        )
+        await self._bus.publish(self._keys.kv(), message)
+
+    async def drain(self, idle: Callable[[], bool], limit_s: float, wait: Callable[[], Awaitable[None]]) -> bool:
+        """Take nothing new, go on until `idle()` or `limit_s` is over, then leave for good. True: nothing was left."""
+        await self._roster.retire(self._incarnation, "draining")
+        deadline = self._clock.now() + limit_s
+        while not idle() and self._clock.now() < deadline:
+            await wait()
+        left = not idle()
+        await self._roster.retire(self._incarnation, "dead")
+        log.info("worker.drained", left_work=left)
+        return not left
