@@ -1,5 +1,6 @@
 """Who works in the cell: registrations, heartbeats, drain, death. All deadlines are Redis TIME."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,6 +68,11 @@ class Roster:
                 views.append(WorkerView(decode_registration(reg), alive, state == b"draining", int(taken)))
         return sorted(views, key=lambda view: (view.registration.worker_id, view.registration.incarnation))
 
+    async def held(self, incarnation: Incarnation) -> list[tuple[RequestId, int]]:
+        """(request, epoch) of all tasks that the worker was given and has not given up; a prefill worker's until
+        decode takes over."""
+        return _held(await self._link.call(lambda: self._link.client.hkeys(self._keys.held(incarnation))))
+
     async def dead_workers(self) -> list[Incarnation]:
         """Those whose heartbeat is overdue and who are not forgotten yet."""
         seconds, micros = await self._link.call(lambda: self._link.client.time())
@@ -78,10 +84,7 @@ class Roster:
         """Declare an overdue worker dead and fence it. What it held, to be requeued; None: it came back."""
         keys = [self._keys.workers(), self._keys.worker(incarnation), self._keys.held(incarnation)]
         held = await self._scripts.run("bury", keys, [incarnation])
-        if held is None:
-            return None
-        pairs = (field.decode().rpartition("/") for field in held)
-        return [(RequestId(request_id), int(epoch)) for request_id, _, epoch in pairs]
+        return None if held is None else _held(held)
 
     async def forget(self, incarnation: Incarnation) -> None:
         """Delete a buried worker's keys, once all that it held was requeued."""
@@ -90,3 +93,8 @@ class Roster:
             *(self._keys.work(incarnation).key, self._keys.control(incarnation).key),
         ]
         await self._scripts.run("forget", keys, [incarnation])
+
+
+def _held(fields: Sequence[bytes]) -> list[tuple[RequestId, int]]:
+    pairs = (field.decode().rpartition("/") for field in fields)
+    return [(RequestId(request_id), int(epoch)) for request_id, _, epoch in pairs]
