@@ -1,0 +1,133 @@
+"""Finds what is lost: leases past their deadline, workers without a heartbeat, books that differ from Redis.
+
+Nothing is reaped for one lease period after the start, after Redis could not be reached, or after a look that took
+suspiciously long: in such a time nobody could renew anything.
+"""
+
+from dataclasses import dataclass
+
+import structlog
+
+from services.scheduler.dispatcher import Dispatcher
+from services.scheduler.ledger import Ledger
+from services.scheduler.ports import LastOutage, Requests, Workers
+from services.scheduler.wakeup import Wakeup
+from shared.bus import Bus
+from shared.clock import Clock
+from shared.config import LeaseConfig, SchedulerConfig
+from shared.errors import BusError
+from shared.ids import Incarnation, RequestId
+from shared.keys import Keys
+from shared.messages import WorkerGone
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ReaperStats:
+    num_buried: int
+    num_requeued: int
+    num_failed: int
+
+
+class Reaper:
+    """Owns the decision that somebody is dead."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        workers: Workers,
+        bus: Bus,
+        keys: Keys,
+        ledger: Ledger,
+        dispatcher: Dispatcher,
+        wakeup: Wakeup,
+        clock: Clock,
+        last_outage: LastOutage,
+        config: SchedulerConfig,
+        lease: LeaseConfig,
+    ) -> None:
+        self._requests, self._workers, self._bus, self._keys = requests, workers, bus, keys
+        self._ledger, self._dispatcher, self._wakeup = ledger, dispatcher, wakeup
+        self._clock, self._last_outage, self._config, self._lease = clock, last_outage, config, lease
+        self._quiet_since = self.last_look = clock.now()
+        self._reconciled = float("-inf")
+        self._num_buried = self._num_requeued = self._num_failed = 0
+
+    def stats(self) -> ReaperStats:
+        return ReaperStats(self._num_buried, self._num_requeued, self._num_failed)
+
+    async def run(self) -> None:
+        """Look every `reap_every_s`, for ever."""
+        while True:
+            slept_from = self._clock.now()
+            await self._clock.sleep(self._config.reap_every_s)
+            if self._clock.now() - slept_from > self._config.reap_every_s + self._lease.heartbeat_s:
+                self._be_quiet("this process stood still")
+            try:
+                await self.look()
+                self.last_look = self._clock.now()
+            except BusError as exc:
+                self._be_quiet(str(exc))
+
+    async def look(self) -> None:
+        """One round.
+
+        :raises BusError: Redis is lost; whatever was not done is found again by the next round.
+        """
+        started = self._clock.now()
+        if started - self._reconciled >= self._lease.heartbeat_s:
+            await self._reconcile()
+            self._reconciled = started
+        dead = await self._workers.dead_workers()
+        expired = await self._requests.expired()
+        if self._clock.now() - started > self._lease.heartbeat_s:
+            self._be_quiet("redis was slow")
+        if not self._may_reap():
+            return
+        for incarnation in dead:
+            await self._bury(incarnation)
+        for request_id, epoch in expired:
+            await self._requeue(request_id, epoch, "its lease ran out")
+
+    async def _reconcile(self) -> None:
+        for incarnation in self._ledger.incarnations():
+            confirmed = self._ledger.num_confirmed
+            self._ledger.reconcile(incarnation, await self._workers.held(incarnation), confirmed)
+
+    def _may_reap(self) -> bool:
+        outage = self._last_outage()
+        if outage is not None and outage > self._quiet_since:
+            self._quiet_since = outage
+        return self._clock.now() - self._quiet_since >= self._lease.lease_s
+
+    def _be_quiet(self, why: str) -> None:
+        log.warning("reaper.quiet", for_s=self._lease.lease_s, why=why)
+        self._quiet_since = self._clock.now()
+
+    async def _bury(self, incarnation: Incarnation) -> None:
+        """Fence a dead worker, send what it held round again, tell the index. `forget` is last: a reaper that ends
+        before it finds the worker again."""
+        held = await self._workers.bury(incarnation)
+        if held is None:
+            return  # it came back just now
+        log.warning("worker.dead", incarnation=incarnation, held=len(held))
+        self._ledger.bury(incarnation)
+        for request_id, epoch in held:
+            await self._requeue(request_id, epoch, "its worker died", lost=incarnation)
+        await self._bus.publish(self._keys.kv(), WorkerGone(incarnation=incarnation))
+        await self._workers.forget(incarnation)
+        self._num_buried += 1
+        self._dispatcher.refresh_wanted = True
+        self._wakeup.ring()
+
+    async def _requeue(self, request_id: RequestId, epoch: int, reason: str, lost: str = "") -> None:
+        """The `sched` stream tells the rest: a requeued request comes in as `Admitted`, a failed one as `Ended`."""
+        answer = await self._requests.requeue(request_id, epoch, reason, self._config.max_attempts, lost)
+        if answer == "stale":
+            return
+        log.warning("request.lost", request_id=request_id, epoch=epoch, reason=reason, answer=answer)
+        if answer == "requeued":
+            self._num_requeued += 1
+        else:
+            self._num_failed += 1
