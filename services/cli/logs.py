@@ -75,7 +75,7 @@ def parse_line(line: str) -> tuple[str, str]:
 
 def _text(record: dict[str, object]) -> str:
     """A JSON log record as one readable line, a traceback below it."""
-    hidden = {"event", "level", "timestamp", "exception", "service", "logger"}
+    hidden = {"event", "level", "timestamp", "exception", "service", "incarnation"}
     fields = " ".join(f"{key}={value}" for key, value in record.items() if key not in hidden)
     level = str(record.get("level", "info")).lower()
     head = f"{level}: {record['event']}" + (f" ({fields})" if fields else "")

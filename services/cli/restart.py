@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-EX_CONFIG = 78
-"""Exit code of a service whose configuration is wrong (sysexits.h): starting it again cannot help."""
+CONFIG_ERROR = 2
+"""Exit code of a service whose configuration is wrong (shared/process.py): starting it again cannot help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,6 @@ def after_death(policy: RestartPolicy, record: Record, *, life_s: float, code: i
     deaths = 1 if life_s >= policy.steady_s else record.deaths + 1
     record = replace(record, deaths=deaths)
     limit = policy.max_deaths if record.was_ready else policy.max_deaths_starting
-    if code == EX_CONFIG or deaths >= limit:
+    if code == CONFIG_ERROR or deaths >= limit:
         return record, None
     return record, min(policy.max_delay_s, policy.first_delay_s * 2 ** (deaths - 1))

@@ -18,7 +18,7 @@ from services.cli.probe import ServiceProbe, local_client
 from services.cli.processes import ProcessSpawner
 from services.cli.procinfo import ProcessId
 from services.cli.redis_server import find_redis, redis_argv
-from services.cli.restart import EX_CONFIG
+from services.cli.restart import CONFIG_ERROR
 from services.cli.rundir import RunDir, RunState, ServiceState, home
 from services.cli.supervisor import Died, Service, ServiceSpec, Supervisor
 from shared.clock import Clock
@@ -131,7 +131,7 @@ class Stack:
 
     def _gave_up(self, died: Died, sink: LogSink) -> CommandError:
         log = _short(self.run_dir.logs / f"{died.name}.log")
-        how = "refuses to start" if died.code == EX_CONFIG else "keeps dying"
+        how = "refuses to start" if died.code == CONFIG_ERROR else "keeps dying"
         return CommandError(
             f"{died.name} {how} ({exit_text(died.code)}); everything was stopped. Its log: {log}",
             details=sink.last_lines(died.name),
