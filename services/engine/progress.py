@@ -1,0 +1,157 @@
+"""What a step's result does to its seqs: tokens, full blocks, announcements, ends. The second half of `commit`."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from services.engine.block_pool import BlockPool
+from services.engine.roster import Roster
+from services.engine.seq import Seq, SeqState, ends_with
+from services.engine.seq_blocks import SeqBlocks
+from services.engine.types import Filled, PlanItem, SeqId, SeqOutput, StepOutput, StepPlan, StepResult
+from shared.ids import BlockDigest, BlockId
+from shared.messages import FirstToken
+
+
+@dataclass(slots=True)
+class Counts:
+    """Totals since the start."""
+
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    tokens_recomputed: int = 0  # rows computed before, and lost to a preemption
+    output_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Report:
+    outputs: list[SeqOutput] = field(default_factory=list)
+    filled: list[Filled] = field(default_factory=list)
+    started: list[SeqId] = field(default_factory=list)
+
+
+def check_result(plan: StepPlan, result: StepResult) -> None:
+    """Assert that a runner answered what it was asked."""
+    assert len(result.sampled) == len(plan.items), "results and plan items differ in number"
+    assert len(result.digests) == len(plan.digest_blocks), "digests and planned blocks differ in number"
+    for item, sampled in zip(plan.items, result.sampled, strict=True):
+        assert bool(sampled) == (item.sample is not None), f"seq {item.seq_id}: {len(sampled)} tokens sampled"
+
+
+class Progress:
+    """Mutates seqs, roster and pool, by results alone."""
+
+    def __init__(self, pool: BlockPool, blocks: SeqBlocks, roster: Roster, max_model_len: int) -> None:
+        self._pool = pool
+        self._blocks = blocks
+        self._roster = roster
+        self._max_model_len = max_model_len
+        self.counts = Counts()
+
+    def start_from_hits(self, seq: Seq) -> None:
+        """The seq just got its blocks: its hits are computed already. Counted once per seq."""
+        seq.num_computed = seq.num_hit_blocks * self._pool.block_size
+        seq.high_water = max(seq.high_water, seq.num_computed)
+        if not seq.admitted:
+            seq.admitted = True
+            seq.num_cached_tokens = min(seq.num_computed, seq.spec.num_prompt_tokens)
+            self.counts.prompt_tokens_cached += seq.num_cached_tokens
+
+    def blocks_to_digest(self, rows: dict[Seq, int]) -> tuple[BlockId, ...]:
+        """Blocks that `rows` let a prefill-only seq announce and whose digests are not known yet."""
+        wanted: dict[BlockId, None] = {}
+        for seq, num_rows in rows.items():
+            if not seq.spec.prefill_only:
+                continue
+            for block in seq.table[seq.num_announced : self._num_announceable(seq, seq.num_computed + num_rows)]:
+                if self._pool.digest(block) is None:
+                    wanted[block] = None
+        return tuple(wanted)
+
+    def apply(self, plan: StepPlan, result: StepResult, num_preempted: int) -> StepOutput:
+        check_result(plan, result)
+        for block, digest in zip(plan.digest_blocks, result.digests, strict=True):
+            self._pool.set_digest(block, digest)
+        report = _Report()
+        for item, sampled in zip(plan.items, result.sampled, strict=True):
+            seq = self._roster.get(item.seq_id)
+            assert seq is not None
+            if seq.state is SeqState.ABORTED:
+                self._retire(seq)
+                continue
+            self._advance(seq, item, report)
+            if sampled:
+                self._append(seq, sampled, report)
+            elif seq.spec.prefill_only:
+                self._announce(seq, None, report)
+        return StepOutput(
+            outputs=tuple(report.outputs),
+            filled=tuple(report.filled),
+            kv_events=self._pool.drain_events(),
+            started=tuple(report.started),
+            num_tokens=plan.num_tokens,
+            num_preempted=num_preempted,
+        )
+
+    def _advance(self, seq: Seq, item: PlanItem, report: _Report) -> None:
+        """The KV of the item's rows is in the pool now."""
+        before, now = item.start, item.start + len(item.token_ids)
+        assert seq.num_computed == before
+        if not seq.started:
+            seq.started = True
+            report.started.append(item.seq_id)
+        fresh = max(before, min(seq.high_water, now))  # rows before it were computed once already
+        prompt_end = len(seq.spec.token_ids)
+        self.counts.tokens_recomputed += fresh - before
+        self.counts.prompt_tokens_computed += max(0, min(now, prompt_end) - fresh)
+        seq.high_water = max(seq.high_water, now)
+        seq.num_computed = now
+        size = self._pool.block_size
+        self._blocks.fill(seq, before // size, now // size)
+
+    def _append(self, seq: Seq, sampled: Iterable[int], report: _Report) -> None:
+        """New output tokens, cut after the one that ends the seq."""
+        index = seq.num_output
+        kept: list[int] = []
+        finish: Literal["stop", "length"] | None = None
+        for token in sampled:
+            kept.append(token)
+            seq.tokens.append(token)
+            finish = ends_with(seq.spec.sampling, token, seq.num_output, len(seq.tokens), self._max_model_len)
+            if finish or seq.spec.prefill_only:
+                break
+        self.counts.output_tokens += len(kept)
+        report.outputs.append(SeqOutput(seq.spec.seq_id, index, tuple(kept), finish, seq.num_cached_tokens))
+        if finish:
+            self._retire(seq)
+        elif seq.spec.prefill_only:
+            self._announce(
+                seq, FirstToken(index=index, token_id=kept[0], num_cached_tokens=seq.num_cached_tokens), report
+            )
+            self._roster.move(seq, SeqState.HANDING_OFF)
+
+    def _announce(self, seq: Seq, last: FirstToken | None, report: _Report) -> None:
+        """Pin and report the blocks that may be read from now on."""
+        first, end = seq.num_announced, self._num_announceable(seq, seq.num_computed)
+        if first == end:
+            return
+        blocks = seq.table[first:end]
+        self._pool.pin(blocks)
+        seq.num_announced = end
+        digests = tuple(self._digest(block) for block in blocks)
+        report.filled.append(Filled(seq.spec.seq_id, first, blocks, digests, last))
+
+    def _num_announceable(self, seq: Seq, num_computed: int) -> int:
+        """Full blocks, and at the end of the prompt the partly filled last one."""
+        if num_computed >= len(seq.spec.token_ids):
+            return -(-num_computed // self._pool.block_size)
+        return num_computed // self._pool.block_size
+
+    def _digest(self, block: BlockId) -> BlockDigest:
+        digest = self._pool.digest(block)
+        assert digest is not None, f"block {block} is announced without a digest"
+        return digest
+
+    def _retire(self, seq: Seq) -> None:
+        self._blocks.surrender(seq)
+        self._roster.forget(seq)

@@ -1,0 +1,137 @@
+"""The planner's own record of a seq, and when a seq ends.
+
+waiting      no blocks, wants to start
+landing      blocks reserved, its prompt's KV is being read from another worker
+running      has blocks for all its tokens, gets rows in steps
+preempted    blocks taken back; waits, and computes prompt and output again (or finds them cached)
+handing_off  prefill only: computed, its blocks stay announced until released
+aborted      over for the caller, but a step or a transfer still names its blocks
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from services.engine.types import SeqSpec
+from shared.hashing import block_hash
+from shared.ids import BlockHash, BlockId
+from shared.messages import SamplingParams
+
+
+class SeqState(Enum):
+    WAITING = "waiting"
+    LANDING = "landing"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    HANDING_OFF = "handing_off"
+    ABORTED = "aborted"
+
+
+def finish_reason(
+    sampling: SamplingParams, output_tokens: Sequence[int], total_len: int, max_model_len: int
+) -> Literal["stop", "length"] | None:
+    """Whether a seq ends with its last output token. Pure: a replayed seq ends where the first one did.
+
+    :param output_tokens: all output tokens so far, resumed ones included.
+    :param total_len: prompt and output tokens.
+    """
+    last = output_tokens[-1] if output_tokens else None
+    return ends_with(sampling, last, len(output_tokens), total_len, max_model_len)
+
+
+def ends_with(
+    sampling: SamplingParams, last_token: int | None, num_output_tokens: int, total_len: int, max_model_len: int
+) -> Literal["stop", "length"] | None:
+    """`finish_reason` from the numbers alone. `last_token`: None before the first output token."""
+    if last_token is not None and last_token in sampling.stop_token_ids:
+        return "stop"
+    if num_output_tokens >= sampling.max_tokens or total_len >= max_model_len:
+        return "length"
+    return None
+
+
+@dataclass(slots=True, eq=False)
+class Seq:
+    """Numbers of one seq. Only the planner and its helpers write them."""
+
+    spec: SeqSpec
+    arrival: int
+    block_size: int
+    credit: int  # blocks that it may have by right
+    tokens: list[int] = field(init=False)
+    hashes: list[BlockHash] = field(init=False)  # of full blocks, extended on demand
+    state: SeqState = SeqState.WAITING
+    num_computed: int = 0  # tokens whose KV is in the pool
+    promised: int = 0  # credit not yet taken
+    num_shared: int = 0  # blocks whose credit was given back, because another seq held them already
+    num_cached_tokens: int = 0  # prompt tokens found cached at the first start
+    admitted: bool = False  # got blocks at least once
+    started: bool = False  # got rows at least once
+    high_water: int = 0  # most tokens ever computed: what lies below is recomputed work
+    num_announced: int = 0  # prefill only: leading blocks announced so far
+    num_hit_blocks: int = 0  # leading blocks of the table that were hits
+    _table: list[BlockId] = field(default_factory=list)
+    _frozen_table: tuple[BlockId, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.spec.token_ids)
+        self.hashes = list(self.spec.block_hashes)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Whose turn it is: lower is served first and is never preempted for higher."""
+        return (self.spec.priority, self.arrival)
+
+    @property
+    def waiting_rank(self) -> tuple[int, bool, int]:
+        """Order of the waiting line: preempted first among those of equal priority."""
+        return (self.spec.priority, self.state is not SeqState.PREEMPTED, self.arrival)
+
+    @property
+    def num_remaining(self) -> int:
+        """Rows that it wants before its next token can be sampled."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.spec.num_prompt_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that its tokens need."""
+        return -(-len(self.tokens) // self.block_size)
+
+    @property
+    def table_len(self) -> int:
+        return len(self._table)
+
+    @property
+    def table(self) -> tuple[BlockId, ...]:
+        """Block table as plans share it: the same object until a block is added."""
+        if self._frozen_table is None:
+            self._frozen_table = tuple(self._table)
+        return self._frozen_table
+
+    def extend_table(self, blocks: Sequence[BlockId]) -> None:
+        self._table.extend(blocks)
+        self._frozen_table = None
+
+    def clear_table(self) -> None:
+        self._table.clear()
+        self._frozen_table = None
+
+    def extend_hashes(self, num_blocks: int) -> None:
+        """Let `hashes` reach over the first `num_blocks` blocks, all full of known tokens."""
+        size = self.block_size
+        for index in range(len(self.hashes), num_blocks):
+            tokens = self.tokens[index * size : (index + 1) * size]
+            assert len(tokens) == size
+            self.hashes.append(block_hash(self.parent_hash(index), tokens))
+
+    def parent_hash(self, index: int) -> BlockHash:
+        """Hash that block `index` continues."""
+        return self.hashes[index - 1] if index else self.spec.root_hash
+
+    def is_over_credit(self) -> bool:
+        return len(self._table) - self.num_shared > self.credit
