@@ -133,14 +133,13 @@ def _surround(backend: tokenizers.Tokenizer, meta: dict[str, Any], *, add_bos: b
     """Put BOS before and EOS after encoded text where the file asks for it. Mutates `backend`."""
     before = meta["bos_token_id"] if meta.get("add_bos_token", add_bos and "bos_token_id" in meta) else None
     after = meta["eos_token_id"] if meta.get("add_eos_token", False) else None
-    specials = [(backend.id_to_token(i) or "", i) for i in (before, after) if i is not None]
-    if not specials:
+    names = {i: backend.id_to_token(i) or "" for i in (before, after) if i is not None}
+    if not names:
         return
-    single = [name for name, i in specials if i == before][:1] + ["$A"] if before is not None else ["$A"]
-    if after is not None:
-        single.append(specials[-1][0])
+    first = [] if before is None else [names[before]]
+    last = [] if after is None else [names[after]]
     backend.post_processor = processors.TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
-        single=single, pair=None, special_tokens=list(dict(specials).items())
+        single=[*first, "$A", *last], pair=None, special_tokens=[(name, i) for i, name in names.items()]
     )
 
 
@@ -159,7 +158,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     config = _read_json(folder / "tokenizer_config.json")
-    named = {name: text for name in _TEMPLATE_TOKENS if (text := _token_text(config.get(name)))}
+    named = {name: token for name in _TEMPLATE_TOKENS if (token := _token_text(config.get(name)))}
     return Tokenizer(
         backend=backend,
         pieces=pieces_for(backend, json.loads(text).get("decoder"), where=str(file)),

@@ -1,0 +1,55 @@
+"""The body of a POST: bounded, JSON, an object."""
+
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from services.gateway.errors import ApiError, bad_field
+from shared.offload import Offload
+
+OFFLOAD_BYTES = 128 << 10
+"""Bodies beyond this are decoded, and texts tokenised, off the event loop."""
+
+
+async def read_json(request: Request, max_bytes: int, offload: Offload) -> dict[str, Any]:
+    """The JSON object in the body. Stops reading at `max_bytes`.
+
+    :raises ApiError: 413 too large, 415 not JSON by its content type, 400 not a JSON object.
+    :raises ClientDisconnect: the client went away.
+    """
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(415, f"The content type must be application/json, not {kind!r}.", code="unsupported_media_type")
+    raw = await _read(request, max_bytes)
+    value = await offload.run(_decode, raw) if len(raw) > OFFLOAD_BYTES else _decode(raw)
+    if not isinstance(value, dict):
+        raise bad_field("body", "The body must be a JSON object.", "invalid_json")
+    return value
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    too_large = ApiError(413, f"The body is larger than {max_bytes} bytes.", code="body_too_large")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > max_bytes:
+            raise too_large
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _decode(raw: bytes) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except RecursionError:
+        raise bad_field("body", "The JSON is nested too deeply.", "invalid_json") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        raise bad_field("body", f"The body is not valid JSON: {exc}", "invalid_json") from None
+
+
+__all__ = ["OFFLOAD_BYTES", "ClientDisconnect", "read_json"]

@@ -1,0 +1,214 @@
+"""The two POST endpoints, as ASGI applications: they watch the connection while they work, so that a gone
+client cancels everything at once, streaming or not, tokenising, queued or decoding."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import anyio
+import structlog
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
+
+from services.gateway.body import ClientDisconnect, read_json
+from services.gateway.chat_template import ChatTemplate
+from services.gateway.errors import ApiError, bad_field, error_response, internal
+from services.gateway.fields import Fields
+from services.gateway.generation import Generation, Services
+from services.gateway.params import Params, check_model, read_params
+from services.gateway.prepare import Limits, Preparer, PromptTokens, live_limits
+from services.gateway.prompts import read_messages, read_prompts
+from services.gateway.wire import DONE, ChatWire, CompletionWire, Wire, sse
+from shared.config import GatewayConfig
+from shared.errors import BatonError
+from shared.offload import Offload
+from shared.randomness import Randomness
+
+log = structlog.get_logger("gateway")
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for completions."""
+
+_JSON_HEADERS = [(b"content-type", b"application/json")]
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the endpoints share."""
+
+    services: Services
+    preparer: Preparer
+    template: ChatTemplate | None
+    model_name: str
+    config: GatewayConfig
+    offload: Offload
+    randomness: Randomness
+
+
+class Endpoint(ABC):
+    """One POST endpoint. Subclasses say how a prompt is read and an answer written."""
+
+    name: ClassVar[Literal["completions", "chat"]]
+    id_prefix: ClassVar[str]
+    wire: ClassVar[type[CompletionWire] | type[ChatWire]]
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    @abstractmethod
+    async def _prompts(self, fields: Fields, limits: Limits) -> list[PromptTokens]: ...
+
+    @abstractmethod
+    def _default_max_tokens(self) -> int: ...
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived_at = self._parts.services.clock.now()
+        reply = _Reply(send)
+        request = Request(scope, receive)
+        try:
+            raw = await read_json(request, self._parts.config.max_body_bytes, self._parts.offload)
+        except ClientDisconnect:
+            return
+        except ApiError as exc:
+            await self._refuse(exc, reply, scope, receive)
+            return
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_cancel_when_gone, receive, tasks.cancel_scope)
+            await self._answer(raw, arrived_at, reply, scope, receive)
+            tasks.cancel_scope.cancel()
+
+    async def _answer(
+        self, raw: dict[str, Any], arrived_at: float, reply: "_Reply", scope: Scope, receive: Receive
+    ) -> None:
+        """Serve the request; whatever goes wrong becomes an error that the client can read."""
+        try:
+            await self._serve(Fields(raw), arrived_at, reply)
+        except ApiError as exc:
+            await self._refuse(exc, reply, scope, receive)
+        except BatonError as exc:
+            log.error("request failed", error=str(exc))
+            await self._refuse(internal(), reply, scope, receive)
+        except Exception:
+            log.exception("request crashed")
+            await self._refuse(internal(), reply, scope, receive)
+
+    async def _serve(self, fields: Fields, arrived_at: float, reply: "_Reply") -> None:
+        parts = self._parts
+        check_model(fields, parts.model_name)
+        params = read_params(fields)
+        limits = await live_limits(parts.services.port)
+        prompts = await self._prompts(fields, limits)
+        response_id = f"{self.id_prefix}-{parts.randomness.token(16)}"
+        requests = parts.preparer.requests(response_id, prompts, params, limits, self._default_max_tokens())
+        created = int(parts.services.clock.wall())
+        wire = self.wire(response_id, created, parts.model_name, params.include_usage)
+        async with Generation(
+            parts.services, requests, params.stop, endpoint=self.name, stream=params.stream, arrived_at=arrived_at
+        ) as generation:
+            if params.stream:
+                await _stream(generation, wire, params, reply)
+                return
+            body = await _whole(generation, wire)
+        await reply.whole(200, _JSON_HEADERS, body)
+
+    async def _refuse(self, error: ApiError, reply: "_Reply", scope: Scope, receive: Receive) -> None:
+        """An HTTP error, or once the answer has begun an `error` event and the end, without [DONE]."""
+        self._parts.services.observer.refused(error.status, error.code or "")
+        if reply.started:
+            await reply.part(sse(error.body()))
+            await reply.end()
+            return
+        response = error_response(error)
+        if error.status == 413:
+            response.headers["connection"] = "close"  # the rest of the body is not read
+        await response(scope, receive, reply.send)
+
+
+class CompletionsEndpoint(Endpoint):
+    name = "completions"
+    id_prefix = "cmpl"
+    wire = CompletionWire
+
+    async def _prompts(self, fields: Fields, limits: Limits) -> list[PromptTokens]:
+        prompts = read_prompts(fields, self._parts.services.tokenizer.vocab_size)
+        return await self._parts.preparer.tokens(prompts, limits, param="prompt", add_special_tokens=True)
+
+    def _default_max_tokens(self) -> int:
+        return COMPLETION_MAX_TOKENS
+
+
+class ChatEndpoint(Endpoint):
+    name = "chat"
+    id_prefix = "chatcmpl"
+    wire = ChatWire
+
+    async def _prompts(self, fields: Fields, limits: Limits) -> list[PromptTokens]:
+        messages = read_messages(fields)
+        if self._parts.template is None:
+            raise bad_field("messages", "The model has no chat template; use /v1/completions.", "unsupported")
+        prompt = self._parts.template.render(messages)  # BOS is in the template, where there is one
+        return await self._parts.preparer.tokens([prompt], limits, param="messages", add_special_tokens=False)
+
+    def _default_max_tokens(self) -> int:
+        return self._parts.config.default_max_tokens
+
+
+class _Reply:
+    """The response being sent; knows whether it has begun."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = False
+
+    async def send(self, message: Message) -> None:
+        self.started = True
+        await self._send(message)
+
+    async def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        await self.send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def part(self, body: bytes) -> None:
+        await self.send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end(self) -> None:
+        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+        await self.start(status, [*headers, (b"content-length", str(len(body)).encode())])
+        await self.send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _stream(generation: Generation, wire: Wire, params: Params, reply: _Reply) -> None:
+    """Server-sent events. The response begins with the first text, so that a request which fails before
+    that still gets an honest status."""
+    async for deltas in generation.deltas():
+        body = b"".join(wire.chunk(delta) for delta in deltas)
+        if not reply.started:
+            await reply.start(200, _SSE_HEADERS)
+            body = wire.first(generation.num_choices) + body
+        await reply.part(body)
+    tail = wire.usage_chunk(generation.usage) if params.include_usage else b""
+    await reply.part(tail + DONE)
+    await reply.end()
+
+
+async def _whole(generation: Generation, wire: Wire) -> bytes:
+    texts: list[list[str]] = [[] for _ in range(generation.num_choices)]
+    reasons = [""] * generation.num_choices
+    async for deltas in generation.deltas():
+        for delta in deltas:
+            texts[delta.choice].append(delta.text)
+            reasons[delta.choice] = delta.finish_reason or reasons[delta.choice]
+    return wire.whole(["".join(parts) for parts in texts], reasons, generation.usage)
+
+
+async def _cancel_when_gone(receive: Receive, work: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    work.cancel()

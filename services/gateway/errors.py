@@ -1,0 +1,78 @@
+"""What a client gets instead of an answer, in OpenAI's shape."""
+
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+_KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """A refusal that the client may read: no internals in it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the response, or of a stream's `error` event."""
+        kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+
+
+def bad_field(param: str, message: str, code: str | None = None) -> ApiError:
+    """400 that names the field."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def queue_full() -> ApiError:
+    return ApiError(429, "The server's queue is full; try again later.", code="queue_full", retry_after_s=1)
+
+
+def no_worker() -> ApiError:
+    return ApiError(503, "No worker is ready to serve requests.", code="no_worker", retry_after_s=2)
+
+
+def bus_lost() -> ApiError:
+    return ApiError(503, "The request queue cannot be reached.", code="unavailable", retry_after_s=2)
+
+
+def internal() -> ApiError:
+    return ApiError(500, "The server failed to process the request.", code="internal_error")
+
+
+def error_response(error: ApiError) -> Response:
+    body = msgspec.json.encode(error.body())
+    return Response(body, error.status, headers=error.headers(), media_type="application/json")
+
+
+async def on_http_exception(request: Request, exc: Exception) -> Response:
+    """Starlette's own refusals (404 for a route, 405 for a method), in the same shape."""
+    assert isinstance(exc, HTTPException)
+    if exc.status_code == 404:
+        error = ApiError(404, f"There is no {request.method} {request.url.path}.", code="unknown_url")
+    else:
+        error = ApiError(exc.status_code, f"{exc.detail}: {request.method} {request.url.path}")
+    response = error_response(error)
+    response.headers.update(exc.headers or {})
+    return response
+
+
+async def on_crash(request: Request, exc: Exception) -> Response:
+    """The last resort; Starlette raises the exception again for the server's log."""
+    return error_response(internal())

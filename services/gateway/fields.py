@@ -1,0 +1,73 @@
+"""Checked access to a request's fields. Every refusal is a 400 that names the field."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.gateway.errors import bad_field
+
+
+class Fields:
+    """A JSON object of a client. A field that is null counts as absent."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "") -> None:
+        self.raw = raw
+        self._where = where
+
+    def path(self, name: str) -> str:
+        return self._where + name
+
+    def get(self, name: str) -> Any:
+        return self.raw.get(name)
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        value = self.get(name)
+        if value is None:
+            return None
+        if type(value) is not int:  # a bool is no integer here
+            raise bad_field(self.path(name), f"{self.path(name)} must be an integer.")
+        return _in_range(self.path(name), value, low, high)
+
+    def number(self, name: str, low: float, high: float) -> float | None:
+        value = self.get(name)
+        if value is None:
+            return None
+        if type(value) not in (int, float):
+            raise bad_field(self.path(name), f"{self.path(name)} must be a number.")
+        return float(_in_range(self.path(name), value, low, high))
+
+    def boolean(self, name: str) -> bool:
+        value = self.get(name)
+        if value is None:
+            return False
+        if type(value) is not bool:
+            raise bad_field(self.path(name), f"{self.path(name)} must be true or false.")
+        return value
+
+    def text(self, name: str) -> str | None:
+        value = self.get(name)
+        return None if value is None else checked_text(self.path(name), value)
+
+    def object(self, name: str) -> "Fields | None":
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise bad_field(self.path(name), f"{self.path(name)} must be an object.")
+        return Fields(value, self.path(name) + ".")
+
+
+def checked_text(path: str, value: Any) -> str:
+    """`value`, if it is text that UTF-8 can carry (JSON can escape halves of surrogate pairs)."""
+    if not isinstance(value, str):
+        raise bad_field(path, f"{path} must be a string.")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise bad_field(path, f"{path} is not valid Unicode text.") from None
+    return value
+
+
+def _in_range(path: str, value: Any, low: float, high: float) -> Any:
+    if not low <= value <= high:
+        raise bad_field(path, f"{path} must be between {low} and {high}, got {value!s:.40}.")
+    return value

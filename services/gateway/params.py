@@ -1,0 +1,162 @@
+"""The parameters that both endpoints share, and the ones that are refused because this server would ignore
+them and so give another answer than was asked for."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.errors import ApiError, bad_field
+from services.gateway.fields import Fields, checked_text
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+_INT64 = 2**63
+
+_OFF: tuple[Any, ...] = (False, 0, [], {}, "")
+REFUSED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            "presence_penalty",
+            "frequency_penalty",
+            "min_p",
+            "typical_p",
+            "min_tokens",
+            "top_logprobs",
+            "echo",
+            "suffix",
+            "logit_bias",
+            "tools",
+            "functions",
+            "bad_words",
+            "stop_token_ids",
+            "documents",
+            "chat_template_kwargs",
+            "continue_final_message",
+            "use_beam_search",
+            "include_stop_str_in_output",
+            "return_token_ids",
+            "return_tokens_as_token_ids",
+            "prompt_embeds",
+            "truncate_prompt_tokens",
+        ),
+        _OFF,
+    ),
+    **dict.fromkeys(
+        (
+            "prompt_logprobs",
+            "allowed_token_ids",
+            "audio",
+            "prediction",
+            "chat_template",
+            "structured_outputs",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "json_schema",
+            "grammar",
+            "web_search_options",
+            "reasoning_effort",
+            "response_prefix",
+            "logits_processors",
+            "best_of_sequences",
+        ),
+        (False, [], {}, ""),
+    ),
+    "logprobs": (False,),  # 0 asks for the sampled token's own
+    "n": (1,),
+    "best_of": (1,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+}
+"""Field -> the values (beside null) with which it changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    """What a client asked for, checked; the model's limits are not applied yet."""
+
+    max_tokens: int | None
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    stream: bool
+    include_usage: bool
+
+
+def refuse_unsupported(fields: Fields) -> None:
+    """:raises ApiError: 400 that names a field which is set to something that matters."""
+    for name, value in fields.raw.items():
+        harmless = REFUSED.get(name)
+        if value is None or harmless is None or value in harmless:
+            continue
+        if name == "n":
+            raise bad_field(name, "n must be 1: several choices for one prompt are not supported.", "unsupported")
+        raise bad_field(name, f"{name} is not supported by this server.", "unsupported")
+
+
+def read_params(fields: Fields) -> Params:
+    """:raises ApiError: 400 that names the first field which is wrong."""
+    refuse_unsupported(fields)
+    max_tokens = fields.integer("max_tokens", 1, _INT64 - 1)
+    max_completion_tokens = fields.integer("max_completion_tokens", 1, _INT64 - 1)
+    temperature = fields.number("temperature", 0, 2)
+    top_p = fields.number("top_p", 0, 1)
+    if top_p == 0:
+        raise bad_field("top_p", "top_p must be above 0.")
+    top_k = fields.integer("top_k", -1, 2**31 - 1)  # -1 and 0: off
+    seed = fields.integer("seed", -_INT64, _INT64 - 1)
+    stream = fields.boolean("stream")
+    return Params(
+        max_tokens=max_tokens if max_completion_tokens is None else max_completion_tokens,
+        temperature=1.0 if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
+        top_k=max(top_k or 0, 0),
+        seed=None if seed is None else seed % _INT64,
+        stop=_stop(fields),
+        ignore_eos=fields.boolean("ignore_eos"),
+        stream=stream,
+        include_usage=_include_usage(fields, stream),
+    )
+
+
+def check_model(fields: Fields, served: str) -> None:
+    """:raises ApiError: 404 for another model than the one served, which is also called `default`."""
+    name = fields.text("model")
+    if name not in (None, served, "default"):
+        raise unknown_model(name)
+
+
+def unknown_model(name: str) -> ApiError:
+    return ApiError(404, f"The model {name[:200]!r} does not exist.", param="model", code="model_not_found")
+
+
+def _stop(fields: Fields) -> tuple[str, ...]:
+    value = fields.get("stop")
+    if value is None:
+        return ()
+    stops = value if isinstance(value, list) else [value]
+    if len(stops) > MAX_STOPS:
+        raise bad_field("stop", f"stop may hold at most {MAX_STOPS} strings.")
+    for stop in stops:
+        if not 0 < len(checked_text("stop", stop)) <= MAX_STOP_CHARS:
+            raise bad_field("stop", f"A stop string must have 1 to {MAX_STOP_CHARS} characters.")
+    return tuple(dict.fromkeys(stops))
+
+
+def _include_usage(fields: Fields, stream: bool) -> bool:
+    options = fields.object("stream_options")
+    if options is None:
+        return False
+    if not stream:
+        raise bad_field("stream_options", "stream_options is allowed only with stream: true.")
+    return options.boolean("include_usage")

@@ -1,0 +1,138 @@
+"""From prompts to requests: tokenised once, hashed once, and sure to fit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.gateway.body import OFFLOAD_BYTES
+from services.gateway.errors import ApiError, bad_field, bus_lost, no_worker
+from services.gateway.params import Params
+from services.gateway.ports import RequestPort
+from services.gateway.prompts import Prompt
+from services.gateway.tokenizer import Tokenizer
+from shared.errors import BusError
+from shared.hashing import block_hashes, chain_root
+from shared.ids import BlockHash, Incarnation, RequestId
+from shared.messages import GenerateRequest, SamplingParams
+from shared.offload import Offload
+from shared.randomness import Randomness
+
+_OFFLOAD_TOKENS = 16_384  # more are hashed off the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the live workers can take."""
+
+    max_model_len: int
+    block_size: int
+
+
+async def live_limits(port: RequestPort) -> Limits:
+    """:raises ApiError: 503, nobody could decode (prefill workers alone cannot serve)."""
+    try:
+        workers = await port.workers()
+    except BusError:
+        raise bus_lost() from None
+    if not any(worker.role == "decode" for worker in workers):
+        raise no_worker()
+    return Limits(min(worker.max_model_len for worker in workers), workers[0].block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    token_ids: tuple[int, ...]
+    hashes: tuple[BlockHash, ...]
+
+
+class Preparer:
+    """Makes requests. Owns the chain's root: the salt is the deployment's, never the client's."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, incarnation: Incarnation, salt: str, offload: Offload, randomness: Randomness
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._incarnation = incarnation
+        self._root = chain_root(salt=salt.encode())
+        self._offload = offload
+        self._randomness = randomness
+
+    async def tokens(
+        self, prompts: Sequence[Prompt], limits: Limits, *, param: str, add_special_tokens: bool
+    ) -> list[PromptTokens]:
+        """Token ids and block hashes of every prompt.
+
+        :raises ApiError: 400, a prompt leaves no room for an answer.
+        """
+        size = sum(len(p) for p in prompts if isinstance(p, str))
+        num_ids = sum(len(p) for p in prompts if not isinstance(p, str))
+        args = (prompts, limits, param, add_special_tokens)
+        if size > OFFLOAD_BYTES // 8 or num_ids > _OFFLOAD_TOKENS:
+            return await self._offload.run(self._tokens, *args)
+        return self._tokens(*args)
+
+    def requests(
+        self, name: str, prompts: Sequence[PromptTokens], params: Params, limits: Limits, default_max_tokens: int
+    ) -> list[GenerateRequest]:
+        """One request for each prompt. `name` is the HTTP response's id.
+
+        :raises ApiError: 400, prompt and `max_tokens` do not fit together.
+        """
+        ends = () if params.ignore_eos else self._tokenizer.end_token_ids
+        out: list[GenerateRequest] = []
+        for i, prompt in enumerate(prompts):
+            seed = self._randomness.integer() if params.seed is None else params.seed
+            out.append(
+                GenerateRequest(
+                    request_id=RequestId(name if len(prompts) == 1 else f"{name}-{i}"),
+                    gateway=self._incarnation,
+                    token_ids=prompt.token_ids,
+                    root_hash=self._root,
+                    block_hashes=prompt.hashes,
+                    sampling=SamplingParams(
+                        max_tokens=_fit(len(prompt.token_ids), params.max_tokens, limits, default_max_tokens),
+                        temperature=params.temperature,
+                        top_p=params.top_p,
+                        top_k=params.top_k,
+                        seed=seed,
+                        stop_token_ids=ends,
+                    ),
+                )
+            )
+        return out
+
+    def _tokens(self, prompts: Sequence[Prompt], limits: Limits, param: str, special: bool) -> list[PromptTokens]:
+        return [self._one(prompt, limits, param, special) for prompt in prompts]
+
+    def _one(self, prompt: Prompt, limits: Limits, param: str, special: bool) -> PromptTokens:
+        if isinstance(prompt, str):
+            self._refuse_hopeless(prompt, limits, param)
+            token_ids = self._tokenizer.encode(prompt, add_special_tokens=special)
+        else:
+            token_ids = prompt
+        if not token_ids:
+            raise bad_field(param, f"{param} is empty.")
+        if len(token_ids) >= limits.max_model_len:
+            raise _overflow(param, limits, f"the prompt has {len(token_ids)} tokens")
+        return PromptTokens(tuple(token_ids), block_hashes(self._root, token_ids, limits.block_size))
+
+    def _refuse_hopeless(self, text: str, limits: Limits, param: str) -> None:
+        """A text that cannot fit however it is tokenised is not tokenised."""
+        longest = self._tokenizer.max_token_bytes
+        if longest is not None and len(text) > longest * limits.max_model_len:
+            raise _overflow(param, limits, f"the prompt has more than {len(text) // longest} tokens")
+
+
+def _fit(num_prompt_tokens: int, max_tokens: int | None, limits: Limits, default: int) -> int:
+    room = limits.max_model_len - num_prompt_tokens
+    if max_tokens is None:
+        return min(default, room)
+    if max_tokens > room:
+        raise _overflow(
+            "max_tokens", limits, f"the prompt has {num_prompt_tokens} and max_tokens asks for {max_tokens}"
+        )
+    return max_tokens
+
+
+def _overflow(param: str, limits: Limits, what: str) -> ApiError:
+    message = f"The model's context is {limits.max_model_len} tokens, prompt and answer together; {what}."
+    return bad_field(param, message, "context_length_exceeded")

@@ -1,0 +1,63 @@
+"""The gateway's way to the workers: leases, its token stream, and who is alive."""
+
+from shared.bus import Bus, Delivery
+from shared.clock import Clock
+from shared.errors import BusError
+from shared.ids import Incarnation, RequestId
+from shared.keys import Keys
+from shared.leases import AdmitAnswer, Leases
+from shared.messages import GatewayMsg, GenerateRequest, Registration
+from shared.roster import Roster
+
+WORKERS_FRESH_S = 0.5
+"""How old the list of live workers may be: it decides 503, limits and the block size, not placement."""
+
+
+class RedisRequestPort:
+    """Implements `services.gateway.ports.RequestPort`."""
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        leases: Leases,
+        roster: Roster,
+        bus: Bus,
+        keys: Keys,
+        clock: Clock,
+        max_queued: int,
+    ) -> None:
+        self._leases, self._roster, self._clock, self._max_queued = leases, roster, clock, max_queued
+        self._bus = bus
+        self._reader = bus.reader(keys.tokens(incarnation))
+        self._unacked: list[Delivery] = []
+        self._workers: list[Registration] = []
+        self._workers_at: float | None = None
+
+    async def admit(self, request: GenerateRequest) -> AdmitAnswer:
+        return await self._leases.admit(request, self._max_queued)
+
+    async def cancel(self, request_id: RequestId, reason: str) -> None:
+        await self._leases.cancel(request_id, reason)
+
+    async def token_log(self, request_id: RequestId, choice: int) -> tuple[int, ...]:
+        return await self._leases.token_log(request_id, choice)
+
+    async def next_events(self) -> list[GatewayMsg]:
+        if self._unacked:
+            await self._reader.ack(self._unacked)
+        self._unacked = await self._reader.next()
+        return [message for delivery in self._unacked for message in delivery.messages]
+
+    async def workers(self) -> list[Registration]:
+        """Live workers that take new work; at most `WORKERS_FRESH_S` old, older only while Redis is away."""
+        now = self._clock.now()
+        if self._workers_at is None or now - self._workers_at > WORKERS_FRESH_S:
+            try:
+                views = await self._roster.workers()
+            except BusError:
+                if self._workers_at is None:
+                    raise
+                return self._workers
+            self._workers = [view.registration for view in views if view.alive and not view.draining]
+            self._workers_at = now
+        return self._workers

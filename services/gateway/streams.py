@@ -1,0 +1,229 @@
+"""Token streams: from the gateway's one event stream into the mailboxes of the HTTP requests.
+
+`RequestStream.accept` owns the order of one request's tokens: whatever is stale or was seen before is
+dropped, a hole is repaired from the token log, and there is exactly one end. `Streams` runs the one task
+that drains the events. That task waits for nothing but events: repairs and cancels run beside it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import anyio
+import structlog
+from anyio.abc import TaskGroup
+
+from services.gateway.mailbox import Mailbox
+from services.gateway.ports import Observer, RequestPort
+from shared.clock import Clock
+from shared.errors import BatonError, StreamGap
+from shared.ids import RequestId
+from shared.messages import EpochRaised, Finished, GatewayMsg, Tokens
+
+CANCEL_S = 2.0  # a cancel may take so long, shutdown included; the reaper sees to the rest
+RETRY_S = 0.5  # pause after the bus failed
+MAX_REPAIRS = 3  # of one gap, before the request fails
+MAX_PARKED = 4096  # events of one request kept while its gap is repaired
+
+log = structlog.get_logger("gateway.streams")
+
+
+@dataclass(slots=True)
+class Timing:
+    """When the tokens of a stream arrived at this gateway, on its clock."""
+
+    first_at: float | None = None
+    last_at: float | None = None
+    num_tokens: int = 0
+
+    @property
+    def tpot_s(self) -> float | None:
+        if self.first_at is None or self.last_at is None or self.num_tokens < 2:
+            return None
+        return (self.last_at - self.first_at) / (self.num_tokens - 1)
+
+
+class RequestStream:
+    """One request's tokens, in order and once. Open until a `Finished` was accepted or `fail` called."""
+
+    def __init__(
+        self, request_id: RequestId, choice: int, mailbox: Mailbox, arrived_at: float, observer: Observer
+    ) -> None:
+        self.request_id = request_id
+        self.timing = Timing()
+        self.is_open = True
+        self.ended_upstream = False  # nobody works on it any more: no cancel is needed
+        self.parked: list[GatewayMsg] | None = None  # a repair runs; later events wait here
+        self._choice = choice  # in the HTTP response: the index of the prompt
+        self._mailbox = mailbox
+        self._arrived_at = arrived_at
+        self._observer = observer
+        self._epoch = 0
+        self._next_index = 0
+
+    def accept(self, event: GatewayMsg, now: float) -> None:
+        """Take in one event. The event may be accepted again after the gap that it showed is repaired.
+
+        :raises StreamGap: tokens before this event are missing; nothing was taken in.
+        """
+        if not self.is_open or event.epoch < self._epoch:
+            self._observer.dropped("stale")
+            return
+        self._epoch = event.epoch
+        match event:
+            case Tokens():
+                self._accept_tokens(event, now)
+            case EpochRaised():
+                self._need(event.num_output_tokens)
+            case Finished():
+                if event.reason in ("stop", "length"):
+                    self._need(event.num_output_tokens)
+                self.ended_upstream = True
+                self._end(event)
+
+    def accept_log(self, token_ids: Sequence[int], now: float) -> None:
+        """Take in what the token log has beyond the tokens received so far."""
+        missing = list(token_ids[self._next_index :])
+        if self.is_open and missing:
+            self._observer.gap_repaired(len(missing))
+            self._take(missing, now)
+
+    def fail(self, error: str) -> None:
+        """End the request with an error, unless it has ended."""
+        if self.is_open:
+            self._end(Finished(self.request_id, self._epoch, "error", error=error))
+
+    def _accept_tokens(self, event: Tokens, now: float) -> None:
+        if event.index > self._next_index:
+            raise StreamGap(self.request_id, self._next_index, event.index)
+        fresh = list(event.token_ids[self._next_index - event.index :])
+        if not fresh:
+            self._observer.dropped("repeat")
+            return
+        self._take(fresh, now)
+
+    def _need(self, num_output_tokens: int) -> None:
+        if num_output_tokens > self._next_index:
+            raise StreamGap(self.request_id, self._next_index, num_output_tokens)
+
+    def _take(self, token_ids: list[int], now: float) -> None:
+        self._next_index += len(token_ids)
+        timing = self.timing
+        if timing.first_at is None or timing.last_at is None:
+            timing.first_at = now
+            self._observer.first_token(now - self._arrived_at)
+        else:
+            self._observer.more_tokens(now - timing.last_at, len(token_ids))
+        timing.last_at = now
+        timing.num_tokens += len(token_ids)
+        self._mailbox.put(self._choice, token_ids)
+
+    def _end(self, finished: Finished) -> None:
+        self.is_open = False
+        self._mailbox.finish(self._choice, finished)
+
+
+class Streams:
+    """All open streams of this gateway, by request. `run` must be running."""
+
+    def __init__(self, port: RequestPort, clock: Clock, observer: Observer) -> None:
+        self._port = port
+        self._clock = clock
+        self._observer = observer
+        self._streams: dict[RequestId, RequestStream] = {}
+        self._tasks: TaskGroup | None = None
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def open(self, request_id: RequestId, choice: int, mailbox: Mailbox, arrived_at: float) -> RequestStream:
+        """A stream for a request about to be admitted: open first, so that no event can be missed."""
+        assert request_id not in self._streams
+        stream = RequestStream(request_id, choice, mailbox, arrived_at, self._observer)
+        self._streams[request_id] = stream
+        return stream
+
+    def close(self, stream: RequestStream, *, cancel: str = "") -> None:
+        """Forget the stream; later events are dropped. With a reason in `cancel`, the work upstream is
+        cancelled too unless it has ended: at once, in a task of its own, so that a caller who is being
+        cancelled need not wait."""
+        self._streams.pop(stream.request_id, None)
+        stream.is_open = False
+        if cancel and not stream.ended_upstream and self._tasks is not None:
+            stream.ended_upstream = True
+            self._tasks.start_soon(self._cancel, stream.request_id, cancel)
+
+    async def run(self) -> None:
+        """Drain events, for as long as the gateway lives."""
+        async with anyio.create_task_group() as tasks:
+            self._tasks = tasks
+            while True:
+                try:
+                    events = await self._port.next_events()
+                except BatonError as exc:
+                    await self._lost_bus(exc)
+                    continue
+                now = self._clock.now()
+                for event in events:
+                    self._deliver(event, now)
+
+    async def _lost_bus(self, exc: BatonError) -> None:
+        """The bus retries by itself; where it gives up, so do the requests that wait."""
+        log.error("events cannot be read", error=str(exc), num_failed=len(self._streams))
+        for stream in list(self._streams.values()):
+            stream.fail("the token stream was lost")
+        await self._clock.sleep(RETRY_S)
+
+    def _deliver(self, event: GatewayMsg, now: float) -> None:
+        stream = self._streams.get(event.request_id)
+        if stream is None:
+            return
+        if stream.parked is not None:
+            if len(stream.parked) < MAX_PARKED:
+                stream.parked.append(event)
+            else:
+                stream.fail("tokens were lost")
+            return
+        try:
+            stream.accept(event, now)
+        except StreamGap as gap:
+            log.warning("gap", request_id=gap.request_id, want=gap.want, got=gap.got)
+            stream.parked = [event]
+            assert self._tasks is not None
+            self._tasks.start_soon(self._repair, stream)
+        except Exception as exc:  # a bad event ends its own request, never the drain
+            log.error("bad event", request_id=event.request_id, error=repr(exc))
+            stream.fail("the server received a bad event")
+
+    async def _repair(self, stream: RequestStream) -> None:
+        """Fill a gap from the token log, then go on with what arrived meanwhile."""
+        try:
+            for _ in range(MAX_REPAIRS):
+                token_ids = await self._port.token_log(stream.request_id, 0)
+                now = self._clock.now()
+                stream.accept_log(token_ids, now)
+                if self._replay(stream, now):
+                    return
+            log.error("gap not repaired", request_id=stream.request_id)
+        except Exception as exc:  # as in _deliver
+            log.error("gap not repaired", request_id=stream.request_id, error=repr(exc))
+        stream.parked = None
+        stream.fail("tokens were lost")
+
+    def _replay(self, stream: RequestStream, now: float) -> bool:
+        """Accept the parked events; False if there is another gap, with the rest parked again."""
+        parked = stream.parked or []
+        for i, event in enumerate(parked):
+            try:
+                stream.accept(event, now)
+            except StreamGap:
+                stream.parked = parked[i:]
+                return False
+        stream.parked = None
+        return True
+
+    async def _cancel(self, request_id: RequestId, reason: str) -> None:
+        with anyio.move_on_after(CANCEL_S, shield=True):
+            try:
+                await self._port.cancel(request_id, reason)
+            except BatonError as exc:
+                log.warning("cancel failed", request_id=request_id, error=str(exc))
