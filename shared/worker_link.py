@@ -4,6 +4,7 @@ renewal by progress, KV events, drain."""
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
+import anyio
 import structlog
 
 from shared.bus import Bus
@@ -82,6 +83,7 @@ class WorkerLink:
         self._clock, self._config = clock, config
         self._incarnation: Incarnation = registration.incarnation
         self._kv_seq = 0
+        self._kv_order = anyio.Lock()  # messages leave in the order of their numbers
 
     async def beat(self) -> None:
         """Register, then say `alive` until cancelled.
@@ -110,7 +112,7 @@ class WorkerLink:
             case Cancel():
                 self._duties.cancel(message.request_id, message.epoch, message.reason)
             case ResendKv():
-                await self.publish_kv((Cleared(), *self._duties.cached_blocks()))
+                await self._resend_kv()
             case PrefillTask() | DecodeTask():
                 state = await self._leases.load(message.request_id)
                 current = state if state is not None and state.epoch == message.epoch else None
@@ -136,8 +138,16 @@ class WorkerLink:
 
     async def publish_kv(self, events: Sequence[Stored | Removed | Cleared]) -> None:
         """Tell the prefix index; messages are numbered without gaps."""
-        if not events:
-            return
+        if events:
+            async with self._kv_order:
+                await self._publish(events)
+
+    async def _resend_kv(self) -> None:
+        """The snapshot is taken inside the lock: whatever is published later is newer or says the same again."""
+        async with self._kv_order:
+            await self._publish((Cleared(), *self._duties.cached_blocks()))
+
+    async def _publish(self, events: Sequence[Stored | Removed | Cleared]) -> None:
         self._kv_seq += 1
         message = KvEvents(
             incarnation=self._incarnation,

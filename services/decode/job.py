@@ -1,0 +1,53 @@
+"""One attempt at one request on a decode worker."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import anyio
+
+from services.engine.types import SeqId, SeqSpec
+from shared.ids import Incarnation
+from shared.leases import Fence
+from shared.messages import DecodeTask, RequestState
+
+
+class Phase(Enum):
+    """reserving -> landing -> running, or straight to running where the prompt is computed here."""
+
+    RESERVING = "reserving"
+    LANDING = "landing"
+    RUNNING = "running"
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    fence: Fence
+    seq_id: SeqId
+    task: DecodeTask
+    state: RequestState
+    phase: Phase = Phase.RESERVING
+    held: bool = False  # the lease is ours
+    num_cached_tokens: int = 0
+    fetching: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+
+    @property
+    def gateway(self) -> Incarnation:
+        return self.state.request.gateway
+
+    @property
+    def prefill(self) -> Incarnation | None:
+        return self.task.source.incarnation if self.task.source else None
+
+    def spec(self) -> SeqSpec:
+        """The engine's view."""
+        request = self.state.request
+        return SeqSpec(
+            seq_id=self.seq_id,
+            token_ids=self.state.token_ids,
+            num_prompt_tokens=len(request.token_ids),
+            root_hash=request.root_hash,
+            block_hashes=request.block_hashes,
+            sampling=request.sampling,
+            priority=request.priority,
+            credit_blocks=self.task.credit_blocks,
+        )

@@ -1,0 +1,295 @@
+"""Decode worker. The life of a request here:
+
+reserving   task read; waits for blocks for the whole prompt (promised to it at dispatch)
+landing     blocks are pulled from the prefill worker while that still computes; the lease is prefill's
+running     verified and accepted: this worker holds the lease; one row per step in the batch
+ended       finished, cancelled, stale or failed: blocks released, credit returned
+
+A request without a source starts at running: its prompt is computed here, in chunks beside the others' decode
+rows. So does one whose blocks could not be fetched: that is counted, and never silent.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import anyio
+import anyio.abc
+import structlog
+
+from services.decode.job import Job, Phase
+from services.engine.engine import Engine
+from services.engine.seq import finish_reason
+from services.engine.types import Reservation, SeqId, SeqOutput, StepOutput
+from services.transfer.reader import TransferReader
+from shared.errors import TransferError
+from shared.ids import BlockId, Incarnation, RequestId
+from shared.leases import Fence, Leases
+from shared.messages import DecodeTask, Finished, FinishReason, FirstToken, PrefillTask, RequestState, Stored, Tokens
+from shared.outbox import Ending, Outbox, Parcel
+from shared.tombstones import Tombstones
+from shared.worker_link import WorkerLink
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class DecodeStats:
+    requests: int = 0
+    landed: int = 0
+    computed_here: int = 0  # prompts that had no source
+    fetch_failed: int = 0  # handed off, but computed here after all
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    active: int = 0
+    reserving: int = 0
+    emit_backlog: int = 0
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+class DecodeWorker:
+    """Generates tokens. Implements `shared.worker_link.Duties`."""
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        engine: Engine,
+        reader: TransferReader,
+        leases: Leases,
+        lease_s: float,
+        max_model_len: int,
+        max_attempts: int,
+    ) -> None:
+        self._incarnation, self._engine, self._reader = incarnation, engine, reader
+        self._leases, self._lease_s = leases, lease_s
+        self._max_model_len, self._max_attempts = max_model_len, max_attempts
+        self._jobs: dict[SeqId, Job] = {}
+        self._by_request: dict[RequestId, SeqId] = {}
+        self._reserving: deque[Job] = deque()
+        self._tombstones = Tombstones()
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self._wake = anyio.Event()
+        self.outbox = Outbox(leases, lambda request_id, epoch: self.cancel(request_id, epoch, "stale"))
+        self.counts = DecodeStats()
+
+    # --- duties ---
+
+    def take(self, task: PrefillTask | DecodeTask, state: RequestState | None) -> None:
+        assert isinstance(task, DecodeTask), "a prefill task was sent to a decode worker"
+        if state is None or self._tombstones.covers(task.request_id, task.epoch):
+            self._start(self._refund, task.request_id, task.epoch, None)
+            return
+        self._supersede(task)
+        fence = Fence(task.request_id, task.epoch, task.attempt)
+        job = Job(fence, SeqId(f"{task.request_id}/{task.epoch}/0"), task, state)
+        self._jobs[job.seq_id] = job
+        self._by_request[task.request_id] = job.seq_id
+        self.counts.requests += 1
+        output = state.output
+        if reason := finish_reason(state.request.sampling, output, len(state.token_ids), self._max_model_len):
+            self._finish(job, reason, len(output))
+        elif task.source is None:
+            self.counts.computed_here += 1
+            self._start(self._run_here, job)
+        else:
+            self._reserving.append(job)
+            self._wake.set()
+
+    def cancel(self, request_id: RequestId, epoch: int, reason: str) -> None:
+        seq_id = self._by_request.get(request_id)
+        job = self._jobs.get(seq_id) if seq_id else None
+        if job is None:
+            self._tombstones.add(request_id, epoch)
+        elif job.fence.epoch <= epoch:
+            self.counts.cancelled += 1
+            self._end(job, refund=True)
+
+    def _supersede(self, task: DecodeTask) -> None:
+        seq_id = self._by_request.get(task.request_id)
+        if seq_id is not None and self._jobs[seq_id].fence.epoch < task.epoch:
+            self.cancel(task.request_id, task.epoch - 1, "superseded")
+
+    def held(self) -> Sequence[Fence]:
+        return [job.fence for job in self._jobs.values() if job.held]
+
+    def lost(self, fence: Fence, handed_on: bool) -> None:
+        self.cancel(fence.request_id, fence.epoch, "stale")
+
+    def progress(self) -> int | None:
+        return self._engine.stats().steps if self._engine.has_work else None
+
+    def cached_blocks(self) -> tuple[Stored, ...]:
+        return self._engine.cached_blocks()
+
+    def idle(self) -> bool:
+        return not self._jobs and not self.outbox.num_waiting
+
+    # --- the loop ---
+
+    async def run(self, link: WorkerLink) -> None:
+        """Step the engine while it has work, until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            self._tasks = tasks
+            tasks.start_soon(self.outbox.run)
+            while True:
+                self._wake = anyio.Event()
+                self._reserve()
+                output = await self._engine.step()
+                if output is None:
+                    await self._wake.wait()
+                    continue
+                self._say(output)
+                await link.publish_kv(output.kv_events)
+
+    def _reserve(self) -> None:
+        """Give blocks to landings, in order of arrival; the first that does not fit waits for the next step."""
+        while self._reserving:
+            job = self._reserving[0]
+            reservation = self._engine.reserve(job.spec())
+            if reservation is None:
+                return
+            self._reserving.popleft()
+            job.phase = Phase.LANDING
+            self._start(self._land, job, reservation)
+
+    def _say(self, output: StepOutput) -> None:
+        """Emit and account for what a step did."""
+        parcel = Parcel()
+        for item in output.outputs:
+            if job := self._jobs.get(item.seq_id):
+                self._emit(job, item, parcel)
+        self.outbox.put(parcel)
+        for seq_id, error in output.failed:
+            if job := self._jobs.get(seq_id):
+                self._fail(job, error)
+
+    def _emit(self, job: Job, item: SeqOutput, parcel: Parcel) -> None:
+        job.num_cached_tokens = job.num_cached_tokens or item.num_cached_tokens
+        tokens = Tokens(job.fence.request_id, job.fence.epoch, 0, item.index, item.token_ids)
+        parcel.add(job.gateway, tokens, job.fence.attempt)
+        if item.finish is not None:
+            parcel.endings.append(self._ending(job, item.finish, item.index + len(item.token_ids)))
+            self._end(job, refund=False)
+
+    # --- landing ---
+
+    async def _land(self, job: Job, reservation: Reservation) -> None:
+        """Pull the prompt's blocks, take the lease, join the batch. The reservation is this task's alone: it ends here
+        in `land` or in `drop`, and `drop` only when no byte can move into its blocks any more."""
+        first: FirstToken | None = None
+        with job.fetching:
+            first = await self._fetch(job, reservation)
+        if first is None and job.seq_id in self._jobs:
+            self.counts.fetch_failed += 1
+            self._engine.drop(job.seq_id)
+            job.phase = Phase.RESERVING
+            await self._run_here(job)
+        elif first is not None and await self._accept(job):
+            self._join(job, first)
+        else:
+            self._engine.drop(job.seq_id)
+        self._wake.set()
+
+    async def _fetch(self, job: Job, reservation: Reservation) -> FirstToken | None:
+        """None: the blocks are not to be had; no byte can move into them any more."""
+        task, hits = job.task, reservation.num_hit_blocks
+        assert task.source is not None
+        if reservation.num_shared_blocks:
+            await self._refund(task.request_id, task.epoch, reservation.num_shared_blocks)
+        dest: list[BlockId | None] = [None if i < hits else b for i, b in enumerate(reservation.block_ids)]
+        try:
+            fetched = await self._reader.fetch(task.source, task.request_id, task.epoch, task.attempt, dest)
+        except TransferError as exc:
+            log.warning("seq.fetch_failed", request_id=task.request_id, kind=type(exc).__name__, error=str(exc))
+            return None
+        log.info("seq.landed", request_id=task.request_id, blocks=fetched.num_blocks_read, hit_blocks=hits)
+        return fetched.first
+
+    def _join(self, job: Job, first: FirstToken) -> None:
+        """Say the first token again (the gateway drops repeats), then run or end."""
+        self.counts.landed += 1
+        job.num_cached_tokens = first.num_cached_tokens
+        parcel = Parcel()
+        tokens = Tokens(job.fence.request_id, job.fence.epoch, 0, first.index, (first.token_id,))
+        parcel.add(job.gateway, tokens, job.fence.attempt)
+        state, output = job.state, (*job.state.output, first.token_id)
+        reason = finish_reason(state.request.sampling, output, len(state.token_ids) + 1, self._max_model_len)
+        if reason is None:
+            job.phase = Phase.RUNNING
+            self._engine.land(job.seq_id, first)
+        else:
+            parcel.endings.append(self._ending(job, reason, len(output)))
+            self._end(job, refund=False)
+            self._engine.drop(job.seq_id)
+        self.outbox.put(parcel)
+
+    async def _run_here(self, job: Job) -> None:
+        """Compute the prompt on this worker."""
+        if await self._accept(job):
+            job.phase = Phase.RUNNING
+            self._engine.add(job.spec())
+            self._wake.set()
+
+    async def _accept(self, job: Job) -> bool:
+        if job.seq_id not in self._jobs:
+            return False
+        answer = await self._leases.accept(job.fence, self._incarnation, "decode", self._lease_s, job.prefill)
+        if job.seq_id not in self._jobs:
+            return False
+        job.held = answer == "held"
+        if not job.held:
+            self._end(job, refund=True)
+        return job.held
+
+    # --- endings ---
+
+    def _finish(self, job: Job, reason: FinishReason, num_output: int) -> None:
+        parcel = Parcel()
+        parcel.endings.append(self._ending(job, reason, num_output))
+        self.outbox.put(parcel)
+        self._end(job, refund=False)
+
+    def _ending(self, job: Job, reason: FinishReason, num_output: int) -> Ending:
+        self.counts.finished += 1
+        finished = Finished(job.fence.request_id, job.fence.epoch, reason, num_output, job.num_cached_tokens)
+        return Ending(job.fence, job.gateway, finished, self._incarnation, job.prefill)
+
+    def _fail(self, job: Job, error: str) -> None:
+        """The step raised: give the request up at once, so that it goes on elsewhere (or fails for good)."""
+        self.counts.failed += 1
+        log.error("decode.failed", request_id=job.fence.request_id, error=error)
+        self._end(job, refund=True)
+        self._start(self._give_up, job.fence, error)
+
+    async def _give_up(self, fence: Fence, error: str) -> None:
+        reason = f"decode failed: {error}"
+        await self._leases.requeue(fence.request_id, fence.epoch, reason, self._max_attempts, lost="*")
+
+    def _end(self, job: Job, refund: bool) -> None:
+        """Forget the job; its blocks go back as soon as nothing can touch them. Mutates all tables."""
+        self._jobs.pop(job.seq_id, None)
+        if self._by_request.get(job.fence.request_id) == job.seq_id:
+            del self._by_request[job.fence.request_id]
+        job.held = False
+        if job in self._reserving:
+            self._reserving.remove(job)
+        if job.phase is Phase.LANDING:
+            job.fetching.cancel()  # `_land` drops the reservation
+        else:
+            self._engine.abort(job.seq_id)
+        if refund:
+            self._start(self._refund, job.fence.request_id, job.fence.epoch, None)
+        self._wake.set()
+
+    async def _refund(self, request_id: RequestId, epoch: int, blocks: int | None) -> None:
+        await self._leases.refund(self._incarnation, request_id, epoch, blocks)
+
+    def _start(self, act, *args: object) -> None:
+        assert self._tasks is not None, "the worker is not running"
+        self._tasks.start_soon(act, *args)
+
+    def stats(self) -> DecodeStats:
+        self.counts.active, self.counts.reserving = len(self._jobs), len(self._reserving)
+        self.counts.emit_backlog = self.outbox.num_waiting
+        return self.counts
