@@ -92,7 +92,7 @@ async def serve_app(
         app,
         log_config=None,
         access_log=False,
-        lifespan="off",
+        lifespan="on",
         timeout_graceful_shutdown=max(1, int(drain_s)),
         timeout_keep_alive=75,
         h11_max_incomplete_event_size=64 << 10,

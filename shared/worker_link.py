@@ -11,7 +11,7 @@ from shared.bus import Bus
 from shared.clock import Clock
 from shared.config import LeaseConfig
 from shared.errors import BatonError
-from shared.ids import Incarnation, RequestId
+from shared.ids import BlockHash, Incarnation, RequestId
 from shared.keys import Keys
 from shared.leases import Fence, Leases
 from shared.messages import (
@@ -59,7 +59,7 @@ class Duties(Protocol):
         """A number that grows with each step; None when there is nothing to do."""
         ...
 
-    def cached_blocks(self) -> tuple[Stored, ...]:
+    def cached_hashes(self) -> tuple[BlockHash, ...]:
         """All blocks in the prefix cache, for an index that missed events."""
         ...
 
@@ -145,7 +145,7 @@ class WorkerLink:
     async def _resend_kv(self) -> None:
         """The snapshot is taken inside the lock: whatever is published later is newer or says the same again."""
         async with self._kv_order:
-            await self._publish((Cleared(), *self._duties.cached_blocks()))
+            await self._publish((Cleared(), Stored(hashes=self._duties.cached_hashes())))
 
     async def _publish(self, events: Sequence[Stored | Removed | Cleared]) -> None:
         self._kv_seq += 1

@@ -21,11 +21,11 @@ from services.decode.job import Job, Phase
 from services.engine.engine import Engine
 from services.engine.seq import finish_reason
 from services.engine.types import Reservation, SeqId, SeqOutput, StepOutput
-from services.transfer.reader import TransferReader
+from services.transfer import TransferReader
 from shared.errors import TransferError
-from shared.ids import BlockId, Incarnation, RequestId
+from shared.ids import BlockHash, BlockId, Incarnation, RequestId
 from shared.leases import Fence, Leases
-from shared.messages import DecodeTask, Finished, FinishReason, FirstToken, PrefillTask, RequestState, Stored, Tokens
+from shared.messages import DecodeTask, Finished, FinishReason, FirstToken, PrefillTask, RequestState, Tokens
 from shared.outbox import Ending, Outbox, Parcel
 from shared.tombstones import Tombstones
 from shared.worker_link import WorkerLink
@@ -119,8 +119,8 @@ class DecodeWorker:
     def progress(self) -> int | None:
         return self._engine.stats().steps if self._engine.has_work else None
 
-    def cached_blocks(self) -> tuple[Stored, ...]:
-        return self._engine.cached_blocks()
+    def cached_hashes(self) -> tuple[BlockHash, ...]:
+        return self._engine.cached_hashes()
 
     def idle(self) -> bool:
         return not self._jobs and not self.outbox.num_waiting

@@ -16,10 +16,10 @@ import structlog
 from services.engine.engine import Engine
 from services.engine.seq import finish_reason
 from services.engine.types import Filled, SeqId, SeqOutput, SeqSpec, StepOutput
-from services.transfer.source import Offer, TransferSource
-from shared.ids import Incarnation, RequestId
+from services.transfer import Offer, TransferSource
+from shared.ids import BlockHash, Incarnation, RequestId
 from shared.leases import Fence, Leases
-from shared.messages import DecodeTask, Finished, PrefillTask, RequestState, Stored, Tokens
+from shared.messages import DecodeTask, Finished, PrefillTask, RequestState, Tokens
 from shared.outbox import Ending, Outbox, Parcel
 from shared.tombstones import Tombstones
 from shared.worker_link import WorkerLink
@@ -126,8 +126,8 @@ class PrefillWorker:
     def progress(self) -> int | None:
         return self._engine.stats().steps if self._engine.has_work else None
 
-    def cached_blocks(self) -> tuple[Stored, ...]:
-        return self._engine.cached_blocks()
+    def cached_hashes(self) -> tuple[BlockHash, ...]:
+        return self._engine.cached_hashes()
 
     def idle(self) -> bool:
         return not self._jobs and not self.outbox.num_waiting

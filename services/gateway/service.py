@@ -1,0 +1,95 @@
+"""The gateway as a service: HTTP in, token streams out."""
+
+import anyio
+import structlog
+
+from services.gateway.app import build_app
+from services.gateway.observer import PrometheusObserver
+from services.gateway.redis_port import RedisRequestPort
+from services.gateway.tokenizer import load_tokenizer
+from shared.bus import RedisBus
+from shared.errors import BusError
+from shared.health import Probes, bind, routes, serve_app
+from shared.leases import Leases
+from shared.metrics import Metrics
+from shared.model_path import model_name, resolve
+from shared.offload import ThreadOffload
+from shared.process import Process
+from shared.roster import Roster
+
+log = structlog.get_logger(__name__)
+DRAIN_S = 30.0
+"""Open answers may take so long to end after SIGTERM."""
+READY_EVERY_S = 0.2
+
+
+class Readiness:
+    """Ready = a decode worker lives; kept fresh in the background so that a probe never waits for Redis."""
+
+    def __init__(self, port: RedisRequestPort) -> None:
+        self._port = port
+        self.num_workers = {"prefill": 0, "decode": 0}
+        self.redis_answers = False
+
+    async def watch(self, process: Process) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            try:
+                live = await self._port.workers()
+                self.redis_answers = True
+            except BusError as exc:
+                log.warning("gateway.no_redis", error=str(exc))
+                live, self.redis_answers = [], False
+            for role in self.num_workers:
+                self.num_workers[role] = sum(1 for registration in live if registration.role == role)
+            await process.clock.sleep(READY_EVERY_S)
+
+    def ready(self) -> tuple[bool, dict[str, object]]:
+        return self.redis_answers and self.num_workers["decode"] > 0, {"workers": dict(self.num_workers)}
+
+    def health(self) -> tuple[bool, dict[str, object]]:
+        return self.redis_answers, {}
+
+
+async def serve(process: Process) -> None:
+    """The process's main: until SIGTERM, then open answers end.
+
+    :raises ConfigError: the port is taken.
+    :raises ModelError: the model's tokenizer cannot be read.
+    """
+    settings = process.settings
+    sock = bind(settings.gateway.host, settings.gateway.port)
+    path = resolve(settings.model.path)
+    offload = ThreadOffload(2)
+    tokenizer = await offload.run(load_tokenizer, path)
+    metrics = Metrics("gateway")
+    port = RedisRequestPort(
+        process.incarnation,
+        Leases(process.link, process.keys, process.randomness),
+        Roster(process.link, process.keys, settings.lease.heartbeat_s),
+        RedisBus(process.link, process.clock),
+        process.keys,
+        process.clock,
+        settings.gateway.max_queued,
+    )
+    readiness = Readiness(port)
+    app = build_app(
+        port=port,
+        tokenizer=tokenizer,
+        model_name=settings.model.name or model_name(path),
+        incarnation=process.incarnation,
+        config=settings.gateway,
+        clock=process.clock,
+        randomness=process.randomness,
+        offload=offload,
+        observer=PrometheusObserver(metrics),
+        extra_routes=routes(Probes(readiness.health, readiness.ready, metrics)),
+    )
+    metrics.stats(lambda: {"open_requests": len(app.state.streams), "redis_outages_total": process.link.outages},
+                  counters=["redis_outages_total"])
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(readiness.watch, process)
+        listening = await tasks.start(serve_app, app, sock, DRAIN_S)
+        log.info("service.listening", port=listening)
+        await process.stopping.wait()
+        tasks.cancel_scope.cancel()
