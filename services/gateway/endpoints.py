@@ -187,7 +187,7 @@ class _Reply:
 async def _stream(generation: Generation, wire: Wire, params: Params, reply: _Reply) -> None:
     """Server-sent events. The response begins with the first text, so that a request which fails before
     that still gets an honest status."""
-    async for deltas in generation.deltas():
+    while deltas := await generation.read():
         body = b"".join(wire.chunk(delta) for delta in deltas)
         if not reply.started:
             await reply.start(200, _SSE_HEADERS)
@@ -201,7 +201,7 @@ async def _stream(generation: Generation, wire: Wire, params: Params, reply: _Re
 async def _whole(generation: Generation, wire: Wire) -> bytes:
     texts: list[list[str]] = [[] for _ in range(generation.num_choices)]
     reasons = [""] * generation.num_choices
-    async for deltas in generation.deltas():
+    while deltas := await generation.read():
         for delta in deltas:
             texts[delta.choice].append(delta.text)
             reasons[delta.choice] = delta.finish_reason or reasons[delta.choice]

@@ -1,6 +1,6 @@
 """One HTTP request's generation: admitted, streamed as text, and cleaned up whatever happens."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
@@ -10,13 +10,13 @@ import structlog
 
 from services.gateway.errors import ApiError, bus_lost, internal, queue_full
 from services.gateway.mailbox import Item, Mailbox
-from services.gateway.ports import Observer, RequestPort, RequestSummary
+from services.gateway.ports import Admission, Observer, RequestPort, RequestSummary
 from services.gateway.stop_strings import StopMatcher
 from services.gateway.streams import RequestStream, Streams
 from services.gateway.tokenizer import Tokenizer
 from shared.clock import Clock
 from shared.errors import BusError
-from shared.messages import FinishReason, Finished, GenerateRequest
+from shared.messages import Finished, FinishReason, GenerateRequest
 
 log = structlog.get_logger("gateway")
 
@@ -105,6 +105,7 @@ class Generation:
         self._stream = stream
         self._arrived_at = arrived_at
         self._mailbox = Mailbox()
+        self._failure: ApiError | None = None
         self._gone = "client gone"  # why work is cancelled on leaving early
 
     async def __aenter__(self) -> "Generation":
@@ -128,7 +129,7 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Complete once `deltas` has ended."""
+        """Complete once `read` has given an empty list."""
         cached = [c.num_cached_tokens for c in self._choices]
         return Usage(
             num_prompt_tokens=sum(len(c.request.token_ids) for c in self._choices),
@@ -136,37 +137,32 @@ class Generation:
             num_cached_tokens=None if None in cached else sum(c for c in cached if c is not None),
         )
 
-    async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """The text as it comes: lists of what came at the same time, none of them empty.
+    async def read(self) -> list[Delta]:
+        """The text that came since the last call; waits for some. Empty once every choice has ended.
 
-        :raises ApiError: a request failed; what was yielded before stays valid.
+        :raises ApiError: a request failed. What was read before stays valid.
         """
-        while any(choice.reason is None for choice in self._choices):
-            ready: list[Delta] = []
-            failure: ApiError | None = None
+        ready: list[Delta] = []
+        while not ready and self._failure is None and any(choice.reason is None for choice in self._choices):
             for item in await self._mailbox.take():
                 choice = self._choices[item.choice]
-                if choice.reason is not None:
-                    continue
-                delta, failure = self._delta(item, choice)
+                delta = self._delta(item, choice) if choice.reason is None else None
                 if delta is not None:
                     ready.append(delta)
-                if failure is not None:
-                    break
-            if ready:
-                yield ready
-            if failure is not None:
-                raise failure
+        if not ready and self._failure is not None:
+            raise self._failure
+        return ready
 
     async def _admit(self, index: int, choice: _Choice) -> None:
         services, request = self._services, choice.request
         choice.stream = services.streams.open(request.request_id, index, self._mailbox, self._arrived_at)
         # Shielded: a half-sent admission could reach the queue after the cancel that follows it.
-        with anyio.CancelScope(shield=True):
-            try:
+        answer: Admission | None = None
+        try:
+            with anyio.CancelScope(shield=True):
                 answer = await services.port.admit(request)
-            except BusError:
-                raise bus_lost() from None  # it may have been admitted all the same: closing cancels it
+        except BusError:
+            raise bus_lost() from None  # it may have been admitted all the same: closing cancels it
         if answer == "full":
             choice.stream.ended_upstream = True
             self._gone = "sibling refused"
@@ -175,19 +171,20 @@ class Generation:
         choice.admit_s = services.clock.now() - self._arrived_at
         services.observer.admitted(len(request.token_ids))
 
-    def _delta(self, item: Item, choice: _Choice) -> tuple[Delta | None, ApiError | None]:
+    def _delta(self, item: Item, choice: _Choice) -> Delta | None:
         if item.finished is None:
             text = choice.push(item.token_ids)
             if choice.reason is not None:
                 assert choice.stream is not None
                 self._services.streams.close(choice.stream, cancel="stop string")
-                return Delta(item.choice, text, "stop"), None
-            return (Delta(item.choice, text) if text else None), None
+                return Delta(item.choice, text, "stop")
+            return Delta(item.choice, text) if text else None
         text = choice.finish(item.finished)
         if choice.reason in ("stop", "length"):
-            return Delta(item.choice, text, choice.reason), None
+            return Delta(item.choice, text, choice.reason)
+        self._failure = self._failure or _failure(item.finished)
         self._gone = "sibling failed"
-        return (Delta(item.choice, text) if text else None), _failure(item.finished)
+        return Delta(item.choice, text) if text else None
 
     def _close(self) -> None:
         for choice in self._choices:

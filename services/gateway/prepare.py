@@ -51,6 +51,7 @@ class Preparer:
         self, tokenizer: Tokenizer, incarnation: Incarnation, salt: str, offload: Offload, randomness: Randomness
     ) -> None:
         self._tokenizer = tokenizer
+        self._max_token_bytes = tokenizer.max_token_bytes
         self._incarnation = incarnation
         self._root = chain_root(salt=salt.encode())
         self._offload = offload
@@ -117,7 +118,7 @@ class Preparer:
 
     def _refuse_hopeless(self, text: str, limits: Limits, param: str) -> None:
         """A text that cannot fit however it is tokenised is not tokenised."""
-        longest = self._tokenizer.max_token_bytes
+        longest = self._max_token_bytes
         if longest is not None and len(text) > longest * limits.max_model_len:
             raise _overflow(param, limits, f"the prompt has more than {len(text) // longest} tokens")
 
