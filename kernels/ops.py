@@ -45,7 +45,7 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slot_mapping
     """
     _check_cache(cache)
     assert k.shape == v.shape == (slot_mapping.shape[0], cache.shape[1], cache.shape[4]), "k, v: shape"
-    assert _dense_rows(k) and _dense_rows(v), "k, v: float32, heads contiguous"
+    assert _dense_rows(k, v), "k, v: float32, heads contiguous"
     assert _is_index(slot_mapping, 1), "slot_mapping: contiguous int32"
     _paged.store_kv(k, v, cache, slot_mapping)
 
@@ -75,11 +75,13 @@ def paged_attention(
     """
     _check_cache(cache)
     num_seqs = context_lens.shape[0]
-    assert q.shape == out.shape and q.shape[2] == cache.shape[4], "q, out: shape"
+    assert q.shape == out.shape == (q.shape[0], q.shape[1], cache.shape[4]), "q, out: shape"
     assert q.shape[1] % cache.shape[1] == 0, "q: heads are a multiple of KV heads"
-    assert _dense_rows(q) and _dense_rows(out), "q, out: float32, heads contiguous"
-    assert _is_index(block_tables, 2) and block_tables.shape[0] == num_seqs, "block_tables: int32 [num_seqs, max]"
-    assert _is_index(query_start, 1) and query_start.shape[0] == num_seqs + 1, "query_start: int32 [num_seqs + 1]"
+    assert _dense_rows(q, out), "q, out: float32, heads contiguous"
+    assert _is_index(block_tables, 2), "block_tables: contiguous int32"
+    assert block_tables.shape[0] == num_seqs, "block_tables: [num_seqs, max_blocks]"
+    assert _is_index(query_start, 1), "query_start: contiguous int32"
+    assert query_start.shape[0] == num_seqs + 1, "query_start: [num_seqs + 1]"
     assert _is_index(context_lens, 1), "context_lens: contiguous int32"
     assert int(query_start[-1]) == q.shape[0], "query_start: must end at num_rows"
     _paged.paged_attention(out, q, cache, block_tables, query_start, context_lens, scale, num_threads)
@@ -91,7 +93,9 @@ def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: floa
 
     :param out, x: float32 `[num_rows, hidden]`. :param weight: float32 `[hidden]`.
     """
-    assert out.shape == x.shape and weight.shape == x.shape[-1:] and out.data_ptr() != x.data_ptr()
+    assert out.shape == x.shape
+    assert weight.shape == x.shape[-1:]
+    assert out.data_ptr() != x.data_ptr()
     reference.rms_norm(out, x, weight, eps)
 
 
@@ -115,13 +119,19 @@ def silu_mul(out: torch.Tensor, gate_up: torch.Tensor) -> None:
 
 
 def _check_cache(cache: torch.Tensor) -> None:
-    assert cache.dim() == 5 and cache.shape[2] == 2, "cache: [num_blocks, num_kv_heads, 2, block_size, head_dim]"
-    assert cache.dtype in CACHE_DTYPES and cache.stride(4) == 1 and cache.device.type == "cpu", "cache: dtype, device"
+    assert cache.dim() == 5, "cache: [num_blocks, num_kv_heads, 2, block_size, head_dim]"
+    assert cache.shape[2] == 2, "cache: dim 2 is key and value"
+    assert cache.dtype in CACHE_DTYPES, "cache: dtype"
+    assert cache.stride(4) == 1, "cache: head_dim contiguous"
+    assert cache.device.type == "cpu", "cache: device"
 
 
-def _dense_rows(x: torch.Tensor) -> bool:
-    """Whether a `[rows, heads, head_dim]` float32 tensor has its heads side by side."""
-    return x.dtype == torch.float32 and x.stride(2) == 1 and x.stride(1) == x.shape[2]
+def _dense_rows(*tensors: torch.Tensor) -> bool:
+    """Whether `[rows, heads, head_dim]` tensors are float32 with their heads side by side."""
+    return all(
+        x.dtype == torch.float32 and x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
+        for x in tensors
+    )
 
 
 def _is_index(x: torch.Tensor, dims: int) -> bool:

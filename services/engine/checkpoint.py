@@ -1,0 +1,76 @@
+"""One view of a model on disk, whatever its format. Tensors go by the names of Hugging Face's Llama.
+
+A model's digest says whether two workers serve the same weights. It covers, for every file: its size, its
+header (names, shapes, types, and in GGUF the tokenizer), and samples of each tensor (the first and the middle
+`SAMPLE_BYTES`), so that gigabytes need not be read; a fine-tune changes them all. Names of files do not count.
+"""
+
+from collections.abc import Iterable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from services.engine.spec import ModelSpec
+
+SAMPLE_BYTES = 4096
+_DIGEST_BYTES = 16
+
+
+class Checkpoint(Protocol):
+    """A model's files, open. `read` is called once per tensor."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """float32, in Hugging Face's shape and row order. :raises ModelError: missing, or an unknown type."""
+        ...
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The model in a `.gguf` file, or in a folder with `config.json` and safetensors.
+
+    :raises ModelError: damaged, or of an architecture or tensor type that this build does not know.
+    """
+    if path.is_dir():
+        from services.engine.hf_checkpoint import HFCheckpoint
+
+        return HFCheckpoint(path)
+    from services.engine.gguf_checkpoint import GgufCheckpoint
+
+    return GgufCheckpoint(path)
+
+
+class ModelDigest:
+    """Collects what a model's digest covers; see the module."""
+
+    def __init__(self) -> None:
+        self._hash = blake2b(digest_size=_DIGEST_BYTES, person=b"baton-model-1")
+
+    def add_file(self, data: memoryview, header_bytes: int, tensors: Iterable[tuple[int, int]]) -> None:
+        """:param tensors: (first byte, number of bytes) of each tensor, in a fixed order."""
+        self.add(len(data).to_bytes(8, "little"))
+        self.add(data[:header_bytes])
+        for start, size in tensors:
+            middle = start + size // 2
+            self._hash.update(data[start : start + min(size, SAMPLE_BYTES)])
+            self._hash.update(data[middle : middle + min(size - size // 2, SAMPLE_BYTES)])
+
+    def add(self, field: bytes | memoryview) -> None:
+        self._hash.update(len(field).to_bytes(8, "little"))
+        self._hash.update(field)
+
+    def hex(self) -> str:
+        return self._hash.hexdigest()
+
+
+def expected_names(num_layers: int, tied_embeddings: bool) -> list[str]:
+    """Every tensor of a Llama checkpoint."""
+    names = ["model.embed_tokens.weight", "model.norm.weight"]
+    if not tied_embeddings:
+        names.append("lm_head.weight")
+    parts = ["input_layernorm", "post_attention_layernorm"]
+    parts += [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
+    return names + [f"model.layers.{layer}.{part}.weight" for layer in range(num_layers) for part in parts]

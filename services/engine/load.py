@@ -1,0 +1,65 @@
+"""From configuration to a model in memory, and to the size of its pool."""
+
+from dataclasses import dataclass
+
+from services.engine.checkpoint import Checkpoint, open_checkpoint
+from services.engine.memory import plan_num_blocks
+from services.engine.model import LlamaModel
+from services.engine.spec import KVSpec, ModelSpec, kv_spec, pool_fingerprint
+from services.engine.weights import load_weights
+from shared.config import EngineConfig, ModelConfig
+from shared.errors import ConfigError
+from shared.model_path import resolve
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """What is known of a model before its weights are read: enough to size the pool and to register."""
+
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    kv: KVSpec
+    max_model_len: int  # tokens of a seq, at most
+
+    @property
+    def fingerprint(self) -> str:
+        """Workers may exchange blocks exactly if this is equal."""
+        return pool_fingerprint(self.spec, self.kv)
+
+    def num_blocks(self, engine: EngineConfig, free_bytes: int) -> int:
+        """Blocks of this worker's pool: as configured, or what its part of the memory holds.
+
+        :raises ConfigError: not even one seq fits.
+        """
+        if engine.num_blocks:
+            return engine.num_blocks
+        return plan_num_blocks(
+            free_bytes=free_bytes,
+            fraction=engine.memory_fraction,
+            share=engine.memory_share,
+            weight_bytes=self.spec.weight_bytes,
+            workspace_bytes=self.spec.workspace_bytes(engine.max_num_batched_tokens, engine.max_num_seqs),
+            block_bytes=self.kv.block_bytes,
+            block_size=engine.block_size,
+            max_model_len=self.max_model_len,
+        )
+
+    def load(self) -> LlamaModel:
+        """Read the weights; seconds. :raises ModelError: damaged, or of unknown types."""
+        return LlamaModel(self.spec, load_weights(self.checkpoint))
+
+
+def open_model(config: ModelConfig, engine: EngineConfig) -> ModelPlan:
+    """Find the model and read its header.
+
+    :raises ModelError: there is none, or this build cannot run it.
+    :raises ConfigError: `max_model_len` is beyond what the model was made for.
+    """
+    checkpoint = open_checkpoint(resolve(config.path))
+    spec = checkpoint.spec
+    if config.max_model_len > spec.max_context:
+        raise ConfigError(
+            f"configuration: model.max_model_len {config.max_model_len} is beyond the model's {spec.max_context}"
+        )
+    max_model_len = config.max_model_len or spec.max_context
+    return ModelPlan(checkpoint, spec, kv_spec(spec, engine.block_size, config.kv_dtype), max_model_len)

@@ -1,0 +1,98 @@
+"""Executes step plans with the model over one paged KV pool."""
+
+import torch
+
+from services.engine.model import LlamaModel
+from services.engine.sampler import sample
+from services.engine.spec import KVDtype, kv_spec, pool_fingerprint
+from services.engine.step_batch import build_batch
+from services.engine.types import PlanItem, SampleSpec, SeqId, StepPlan, StepResult
+from shared.hashing import block_digest
+from shared.ids import BlockDigest, BlockId
+from shared.messages import SamplingParams
+
+_TORCH_DTYPES: dict[KVDtype, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def configure_threads(num_threads: int) -> None:
+    """Threads of torch's ops in this process. Call once, before the first step."""
+    torch.set_num_threads(num_threads)
+    if torch.get_num_interop_threads() != 1:
+        torch.set_num_interop_threads(1)
+
+
+class ModelRunner:
+    """Implements `services.engine.types.Runner`.
+
+    The pool is a view of the caller's region, which it may share with other processes (readers of announced
+    blocks). The runner writes blocks that a plan names, and no others. One step at a time.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        region: memoryview,
+        num_blocks: int,
+        *,
+        block_size: int,
+        kv_dtype: KVDtype = "float32",
+        num_threads: int = 1,
+    ) -> None:
+        """:param region: writable, contiguous, `num_blocks * block_bytes` long. Kept until `close`."""
+        spec = model.spec
+        self.spec, self.kv = spec, kv_spec(spec, block_size, kv_dtype)
+        self.fingerprint = pool_fingerprint(spec, self.kv)
+        self.num_blocks, self.block_size = num_blocks, block_size
+        assert not region.readonly, "the region must be writable"
+        assert region.nbytes == num_blocks * self.block_bytes, "the region must hold exactly num_blocks blocks"
+        self._model, self._num_threads = model, num_threads
+        self._bytes = region.cast("B")
+        self._pool = torch.frombuffer(self._bytes, dtype=_TORCH_DTYPES[kv_dtype]).view(
+            num_blocks, spec.num_kv_heads, spec.num_layers, 2, block_size, spec.head_dim
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        return self.kv.block_bytes
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Copies, then one forward pass over all rows, then samples and digests. Mutates the pool.
+
+        :raises ModelError: the logits are not finite.
+        """
+        self._copy(plan.copies)
+        sampled: list[tuple[int, ...]] = [()] * len(plan.items)
+        if plan.items:
+            batch = build_batch(plan.items, self.block_size)
+            logits = self._model.forward(batch, self._pool, self._num_threads)
+            wanted = [(i, item.sample) for i, item in enumerate(plan.items) if item.sample is not None]
+            for (i, _), token in zip(wanted, sample(logits, [spec for _, spec in wanted]), strict=True):
+                sampled[i] = (token,)
+        return StepResult(tuple(sampled), tuple(self._digest(block) for block in plan.digest_blocks))
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Run one prompt chunk and one decode step, so that the first request pays for no first use. Writes into
+        the pool's first blocks: call before any block is in use."""
+        num_tokens = min(num_tokens, (self.num_blocks * self.block_size) - 1, self.spec.max_context - 1)
+        table = tuple(BlockId(i) for i in range(num_tokens // self.block_size + 1))
+        for tokens, start in (((0,) * num_tokens, 0), ((0,), num_tokens)):
+            greedy = SampleSpec(SamplingParams(max_tokens=1, temperature=0.0), 0, start + len(tokens))
+            self.run(StepPlan(0, (PlanItem(SeqId("warm-up"), tokens, start, table, greedy),)))
+
+    def close(self) -> None:
+        """Let go of the region. No step may follow."""
+        del self._pool
+        self._bytes.release()
+
+    def _copy(self, copies: tuple[tuple[BlockId, BlockId], ...]) -> None:
+        if copies:
+            sources, targets = zip(*copies, strict=True)
+            self._pool[list(targets)] = self._pool[list(sources)]
+
+    def _digest(self, block: BlockId) -> BlockDigest:
+        return block_digest(self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes])
