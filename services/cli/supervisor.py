@@ -115,6 +115,8 @@ class Supervisor:
                     for row in rows:
                         keepers.start_soon(self._keep, row)
                     await self._until_ready(rows)
+                    if self._over.is_set():
+                        break
                 if not self._over.is_set():
                     on_all_ready()
                     keepers.start_soon(self._poll_restarted)
