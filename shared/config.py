@@ -22,13 +22,13 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A frozen part of the configuration, at most ~15 fields."""
 
 
-class RedisConfig(Section):
+class RedisConfig(Section, frozen=True):
     url: str = "redis://127.0.0.1:6379/0"
     cell: str = "baton"  # hash tag of all keys
     retry_s: float = 10.0  # how long a lost Redis is retried before a call fails
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True):
     path: str = ""  # GGUF file or safetensors folder; "" = the embedded default
     name: str = ""  # what clients call it; "" = from the file
     dtype: Literal["float32"] = "float32"
@@ -36,7 +36,7 @@ class ModelConfig(Section):
     max_model_len: int = 0  # 0 = the model's own limit
 
 
-class GatewayConfig(Section):
+class GatewayConfig(Section, frozen=True):
     host: str = "127.0.0.1"
     port: int = 8000
     max_queued: int = 512  # requests waiting for dispatch; beyond: 429
@@ -46,7 +46,7 @@ class GatewayConfig(Section):
     prefix_salt: str = ""  # scopes prefix sharing to deployments of the same salt
 
 
-class SchedulerConfig(Section):
+class SchedulerConfig(Section, frozen=True):
     port: int = 0  # health and metrics; 0 = any free port
     min_handoff_tokens: int = 17  # fewer uncached prompt tokens than this stay on the decode worker
     growth_tokens: int = 128  # decode credit taken beyond the prompt, at most
@@ -55,17 +55,17 @@ class SchedulerConfig(Section):
     reap_every_s: float = 0.25
 
 
-class PrefixIndexConfig(Section):
+class PrefixIndexConfig(Section, frozen=True):
     port: int = 0
     max_blocks: int = 4_000_000  # entries over all workers; the oldest worker's go first
 
 
-class LeaseConfig(Section):
+class LeaseConfig(Section, frozen=True):
     lease_s: float = 6.0
     heartbeat_s: float = 1.0  # a worker is dead after three missed ones
 
 
-class EngineConfig(Section):
+class EngineConfig(Section, frozen=True):
     block_size: int = 16
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -75,7 +75,7 @@ class EngineConfig(Section):
     prefix_caching: bool = True
 
 
-class WorkerConfig(Section):
+class WorkerConfig(Section, frozen=True):
     name: str = "worker-0"
     host: str = "127.0.0.1"  # address that other workers reach this one at
     port: int = 0  # block transfer
@@ -85,7 +85,7 @@ class WorkerConfig(Section):
     run_dir: str = ""  # for unix sockets; "" = a private temporary folder
 
 
-class TransferConfig(Section):
+class TransferConfig(Section, frozen=True):
     transports: tuple[Literal["shm", "tcp"], ...] = ("shm", "tcp")  # in order of preference
     connect_timeout_s: float = 5.0
     idle_timeout_s: float = 30.0  # no byte and no announcement for so long: the fetch fails
@@ -93,7 +93,7 @@ class TransferConfig(Section):
     max_inflight_bytes: int = 256 << 20
 
 
-class Settings(Section):
+class Settings(Section, frozen=True):
     redis: RedisConfig = RedisConfig()
     model: ModelConfig = ModelConfig()
     gateway: GatewayConfig = GatewayConfig()

@@ -265,9 +265,7 @@ class Leases:
         args = [fence.request_id, fence.epoch, fence.attempt, encode(finished), ended, KEEP_S * 1000]
         return bool(await self._scripts.run("complete", keys, args))
 
-    async def refund(
-        self, holder: Incarnation, request_id: RequestId, epoch: int, blocks: int | None = None
-    ) -> int:
+    async def refund(self, holder: Incarnation, request_id: RequestId, epoch: int, blocks: int | None = None) -> int:
         """Give back decode credit: `blocks` of it, or all of it when the work was dropped (None)."""
         keys = [self._keys.worker(holder), self._keys.held(holder), self._keys.sched().key]
         message = encode(CreditFreed(incarnation=holder))

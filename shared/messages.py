@@ -24,7 +24,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 # --- requests -----------------------------------------------------------------------------------
 
 
-class SamplingParams(Message):
+class SamplingParams(Message, frozen=True):
     """How to choose tokens and when to end. All of it is replayable from (request, output tokens)."""
 
     max_tokens: int
@@ -35,7 +35,7 @@ class SamplingParams(Message):
     stop_token_ids: tuple[int, ...] = ()  # the model's end tokens included, unless ignore_eos
 
 
-class GenerateRequest(Message, tag="generate"):
+class GenerateRequest(Message, frozen=True, tag="generate"):
     """What a client asked. Stored once, in Redis; tasks refer to it by id."""
 
     request_id: RequestId
@@ -50,7 +50,7 @@ class GenerateRequest(Message, tag="generate"):
     num_choices: int = 1
 
 
-class RequestState(Message):
+class RequestState(Message, frozen=True):
     """What a worker or the scheduler loads before it works on a request."""
 
     request: GenerateRequest
@@ -66,30 +66,30 @@ class RequestState(Message):
 # --- scheduler's stream: `sched` ------------------------------------------------------------------
 
 
-class Admitted(Message, tag="admitted"):
+class Admitted(Message, frozen=True, tag="admitted"):
     """A request waits for dispatch; also written by requeue, with the raised epoch."""
 
     request_id: RequestId
     epoch: int
 
 
-class Ended(Message, tag="ended"):
+class Ended(Message, frozen=True, tag="ended"):
     """A request was completed, cancelled or failed: the scheduler's ledger forgets it."""
 
     request_id: RequestId
 
 
-class CreditFreed(Message, tag="credit"):
+class CreditFreed(Message, frozen=True, tag="credit"):
     """A decode worker gave credit back: a waiting request may fit now."""
 
     incarnation: Incarnation
 
 
-class WorkerJoined(Message, tag="joined"):
+class WorkerJoined(Message, frozen=True, tag="joined"):
     incarnation: Incarnation
 
 
-class WorkerDraining(Message, tag="draining"):
+class WorkerDraining(Message, frozen=True, tag="draining"):
     """The worker takes nothing new; it ends when its work has."""
 
     incarnation: Incarnation
@@ -101,7 +101,7 @@ SchedulerMsg = Admitted | Ended | CreditFreed | WorkerJoined | WorkerDraining
 # --- worker's streams: `work:<incarnation>` and `control:<incarnation>` -----------------------------
 
 
-class Endpoint(Message):
+class Endpoint(Message, frozen=True):
     """Where one rank of a worker serves its blocks."""
 
     host: str
@@ -110,7 +110,7 @@ class Endpoint(Message):
     host_id: str = ""  # equal only on machines that share memory
 
 
-class SourceRef(Message):
+class SourceRef(Message, frozen=True):
     """Where a reader pulls the blocks of a request from, and what allows it to."""
 
     worker_id: WorkerId
@@ -119,7 +119,7 @@ class SourceRef(Message):
     capability: bytes  # see shared.capability
 
 
-class PrefillTask(Message, tag="prefill"):
+class PrefillTask(Message, frozen=True, tag="prefill"):
     """Compute the prompt's KV and the first token, announce blocks to the reader as they fill."""
 
     request_id: RequestId
@@ -130,7 +130,7 @@ class PrefillTask(Message, tag="prefill"):
     reader: Incarnation
 
 
-class DecodeTask(Message, tag="decode"):
+class DecodeTask(Message, frozen=True, tag="decode"):
     """Generate. With a source: pull the prompt's blocks first; without: compute the prompt here."""
 
     request_id: RequestId
@@ -145,7 +145,7 @@ class DecodeTask(Message, tag="decode"):
 WorkerMsg = PrefillTask | DecodeTask
 
 
-class Cancel(Message, tag="cancel"):
+class Cancel(Message, frozen=True, tag="cancel"):
     """Drop all work on the request whose epoch is at most this one. Idempotent."""
 
     request_id: RequestId
@@ -153,7 +153,7 @@ class Cancel(Message, tag="cancel"):
     reason: str = ""
 
 
-class ResendKv(Message, tag="resend_kv"):
+class ResendKv(Message, frozen=True, tag="resend_kv"):
     """The prefix index missed events of this worker: publish `cleared` and all cached blocks."""
 
 
@@ -198,7 +198,7 @@ GatewayMsg = Tokens | Finished | EpochRaised
 # --- workers ---------------------------------------------------------------------------------------
 
 
-class Registration(Message, tag="worker"):
+class Registration(Message, frozen=True, tag="worker"):
     """What a worker says of itself, before it gets work."""
 
     worker_id: WorkerId
@@ -219,19 +219,19 @@ class Registration(Message, tag="worker"):
 # --- KV events: `kv`; index questions: `index`; answers: `reply:<incarnation>` ------------------------
 
 
-class Stored(Message, tag="stored"):
+class Stored(Message, frozen=True, tag="stored"):
     hashes: tuple[BlockHash, ...]
 
 
-class Removed(Message, tag="removed"):
+class Removed(Message, frozen=True, tag="removed"):
     hashes: tuple[BlockHash, ...]
 
 
-class Cleared(Message, tag="cleared"):
+class Cleared(Message, frozen=True, tag="cleared"):
     """The worker's cache is empty now."""
 
 
-class KvEvents(Message, tag="kv"):
+class KvEvents(Message, frozen=True, tag="kv"):
     """What changed in one worker's prefix cache, in order; `seq` counts messages from 1 without gaps."""
 
     incarnation: Incarnation
@@ -240,7 +240,7 @@ class KvEvents(Message, tag="kv"):
     events: tuple[Stored | Removed | Cleared, ...]
 
 
-class WorkerGone(Message, tag="gone"):
+class WorkerGone(Message, frozen=True, tag="gone"):
     """The incarnation is dead; the index forgets it."""
 
     incarnation: Incarnation
@@ -249,7 +249,7 @@ class WorkerGone(Message, tag="gone"):
 IndexEventMsg = KvEvents | WorkerGone
 
 
-class MatchQuery(Message, tag="match"):
+class MatchQuery(Message, frozen=True, tag="match"):
     """Who holds the longest run of these blocks, from the first?"""
 
     query_id: int
@@ -258,7 +258,7 @@ class MatchQuery(Message, tag="match"):
     hashes: tuple[BlockHash, ...]
 
 
-class MatchReply(Message, tag="matched"):
+class MatchReply(Message, frozen=True, tag="matched"):
     query_id: int
     num_blocks: dict[str, int]  # incarnation -> leading blocks held; absent = none
 
@@ -266,7 +266,7 @@ class MatchReply(Message, tag="matched"):
 # --- block transfer, between two workers (see services/transfer) --------------------------------------
 
 
-class Hello(Message, tag="hello"):
+class Hello(Message, frozen=True, tag="hello"):
     """First frame of a connection, from the reader."""
 
     protocol: int
@@ -275,12 +275,12 @@ class Hello(Message, tag="hello"):
     source: Incarnation  # whom the reader believes it talks to
 
 
-class HelloOk(Message, tag="hello_ok"):
+class HelloOk(Message, frozen=True, tag="hello_ok"):
     block_bytes: int
     num_blocks: int
 
 
-class Refused(Message, tag="refused"):
+class Refused(Message, frozen=True, tag="refused"):
     """Answer to a `Hello` (no request named: the connection ends) or to a `Want`."""
 
     reason: str
@@ -288,7 +288,7 @@ class Refused(Message, tag="refused"):
     epoch: int = 0
 
 
-class Want(Message, tag="want"):
+class Want(Message, frozen=True, tag="want"):
     """The reader asks to be told of the blocks of a request as they fill."""
 
     request_id: RequestId
@@ -297,7 +297,7 @@ class Want(Message, tag="want"):
     capability: bytes
 
 
-class FirstToken(Message):
+class FirstToken(Message, frozen=True):
     """What prefill knows that decode cannot recompute from blocks."""
 
     index: int
@@ -305,7 +305,7 @@ class FirstToken(Message):
     num_cached_tokens: int = 0
 
 
-class Ready(Message, tag="ready"):
+class Ready(Message, frozen=True, tag="ready"):
     """These blocks are filled and pinned. `first_block` is the logical index of the first."""
 
     request_id: RequestId
@@ -316,7 +316,7 @@ class Ready(Message, tag="ready"):
     last: FirstToken | None = None  # set on the final one
 
 
-class Gone(Message, tag="gone_request"):
+class Gone(Message, frozen=True, tag="gone_request"):
     """The source will announce nothing more of this request: cancelled, failed or expired."""
 
     request_id: RequestId
@@ -324,7 +324,7 @@ class Gone(Message, tag="gone_request"):
     reason: str
 
 
-class Read(Message, tag="read"):
+class Read(Message, frozen=True, tag="read"):
     """tcp only: send the bytes of these blocks, in this order, after a `Data` header."""
 
     request_id: RequestId
@@ -332,7 +332,7 @@ class Read(Message, tag="read"):
     block_ids: tuple[BlockId, ...]
 
 
-class Data(Message, tag="data"):
+class Data(Message, frozen=True, tag="data"):
     """tcp only: `num_bytes` raw bytes follow this frame."""
 
     request_id: RequestId
@@ -340,7 +340,7 @@ class Data(Message, tag="data"):
     num_bytes: int
 
 
-class Release(Message, tag="release"):
+class Release(Message, frozen=True, tag="release"):
     """The reader has read all that it wants."""
 
     request_id: RequestId
@@ -348,7 +348,7 @@ class Release(Message, tag="release"):
     attempt: AttemptId
 
 
-class ReleaseAnswer(Message, tag="released"):
+class ReleaseAnswer(Message, frozen=True, tag="released"):
     """`held`: every announced block stayed pinned until now; `stale`: throw the bytes away."""
 
     request_id: RequestId

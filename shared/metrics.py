@@ -38,7 +38,7 @@ class _StatsCollector(Collector):
 
 def _as_mapping(snapshot: Any) -> dict[str, float]:
     """Numbers of a stats dataclass or mapping; nested mappings are flattened by one level."""
-    raw = dataclasses.asdict(snapshot) if dataclasses.is_dataclass(snapshot) else dict(snapshot)
+    raw: dict[str, Any] = dataclasses.asdict(snapshot) if dataclasses.is_dataclass(snapshot) else dict(snapshot)
     flat: dict[str, float] = {}
     for name, value in raw.items():
         if isinstance(value, Mapping):

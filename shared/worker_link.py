@@ -1,10 +1,11 @@
 """A worker's ties to the cell, the same for both roles: registration, heartbeats, tasks and control, lease
 renewal by progress, KV events, drain."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import anyio
+import anyio.abc
 import structlog
 
 from shared.bus import Bus
@@ -30,6 +31,7 @@ from shared.messages import (
 from shared.roster import Roster
 
 log = structlog.get_logger(__name__)
+DRAIN_LOOK_S = 0.05
 
 
 class Buried(BatonError):
@@ -85,13 +87,14 @@ class WorkerLink:
         self._kv_seq = 0
         self._kv_order = anyio.Lock()  # messages leave in the order of their numbers
 
-    async def beat(self) -> None:
-        """Register, then say `alive` until cancelled.
+    async def beat(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Register, then say `alive` until cancelled. Started = registered.
 
         :raises Buried: the cell has declared this incarnation dead.
         """
         await self._roster.register(self._registration)
         log.info("worker.registered", role=self._registration.role, blocks=self._registration.num_blocks)
+        task_status.started()
         while True:
             await self._clock.sleep(self._config.heartbeat_s)
             if not await self._roster.heartbeat(self._incarnation):
@@ -157,12 +160,12 @@ class WorkerLink:
         )
         await self._bus.publish(self._keys.kv(), message)
 
-    async def drain(self, idle: Callable[[], bool], limit_s: float, wait: Callable[[], Awaitable[None]]) -> bool:
+    async def drain(self, idle: Callable[[], bool], limit_s: float) -> bool:
         """Take nothing new, go on until `idle()` or `limit_s` is over, then leave for good. True: nothing was left."""
         await self._roster.retire(self._incarnation, "draining")
         deadline = self._clock.now() + limit_s
         while not idle() and self._clock.now() < deadline:
-            await wait()
+            await self._clock.sleep(DRAIN_LOOK_S)
         left = not idle()
         await self._roster.retire(self._incarnation, "dead")
         log.info("worker.drained", left_work=left)

@@ -10,8 +10,9 @@ rows. So does one whose blocks could not be fetched: that is counted, and never 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -127,11 +128,14 @@ class DecodeWorker:
 
     # --- the loop ---
 
-    async def run(self, link: WorkerLink) -> None:
-        """Step the engine while it has work, until cancelled."""
+    async def run(
+        self, link: WorkerLink, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Step the engine while it has work, until cancelled. Started = it may be given work."""
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
             tasks.start_soon(self.outbox.run)
+            task_status.started()
             while True:
                 self._wake = anyio.Event()
                 self._reserve()
@@ -285,7 +289,7 @@ class DecodeWorker:
     async def _refund(self, request_id: RequestId, epoch: int, blocks: int | None) -> None:
         await self._leases.refund(self._incarnation, request_id, epoch, blocks)
 
-    def _start(self, act, *args: object) -> None:
+    def _start(self, act: Callable[..., Coroutine[Any, Any, object]], *args: object) -> None:
         assert self._tasks is not None, "the worker is not running"
         self._tasks.start_soon(act, *args)
 

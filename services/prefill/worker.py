@@ -6,8 +6,9 @@ offered     first token sampled and on its way; blocks pinned until the reader h
 ended       released, or the first token ended the request, or cancelled, or lost
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -93,8 +94,7 @@ class PrefillWorker:
         self._by_request[task.request_id] = job.seq_id
         self.counts.requests += 1
         self._engine.add(prefill_spec(job))
-        assert self._tasks is not None
-        self._tasks.start_soon(self._settle, job)
+        self._start(self._settle, job)
         self._wake.set()
 
     def cancel(self, request_id: RequestId, epoch: int, reason: str) -> None:
@@ -134,11 +134,14 @@ class PrefillWorker:
 
     # --- the loop ---
 
-    async def run(self, link: WorkerLink) -> None:
-        """Step the engine while it has work, until cancelled."""
+    async def run(
+        self, link: WorkerLink, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Step the engine while it has work, until cancelled. Started = it may be given work."""
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
             tasks.start_soon(self.outbox.run)
+            task_status.started()
             while True:
                 self._wake = anyio.Event()
                 output = await self._engine.step()
@@ -151,7 +154,8 @@ class PrefillWorker:
     def _say(self, output: StepOutput) -> None:
         """Announce, emit and account for what a step did."""
         for seq_id in output.started:
-            self._with_job(seq_id, self._accept)
+            if job := self._jobs.get(seq_id):
+                self._start(self._accept, job)
         for filled in output.filled:
             if job := self._jobs.get(filled.seq_id):
                 self._announce(job, filled)
@@ -164,10 +168,9 @@ class PrefillWorker:
                 self._fail(job, error)
         self.outbox.put(parcel)
 
-    def _with_job(self, seq_id: SeqId, act: Callable[[Job], object]) -> None:
-        job = self._jobs.get(seq_id)
-        if job is not None and self._tasks is not None:
-            self._tasks.start_soon(act, job)
+    def _start(self, act: Callable[..., Coroutine[Any, Any, object]], *args: object) -> None:
+        assert self._tasks is not None, "the worker is not running"
+        self._tasks.start_soon(act, *args)
 
     async def _accept(self, job: Job) -> None:
         answer = await self._leases.accept(job.fence, self._incarnation, "prefill", self._lease_s)
@@ -197,11 +200,12 @@ class PrefillWorker:
         self.counts.failed += 1
         log.error("prefill.failed", request_id=job.fence.request_id, error=error)
         self._end(job, "prefill failed")
-        assert self._tasks is not None
-        self._tasks.start_soon(self._give_up, job.fence, error)
+        self._start(self._give_up, job.fence, error)
 
     async def _give_up(self, fence: Fence, error: str) -> None:
-        await self._leases.requeue(fence.request_id, fence.epoch, f"prefill failed: {error}", self._max_attempts, lost="*")
+        await self._leases.requeue(
+            fence.request_id, fence.epoch, f"prefill failed: {error}", self._max_attempts, lost="*"
+        )
 
     # --- endings ---
 
