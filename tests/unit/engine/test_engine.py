@@ -1,0 +1,174 @@
+"""The engine's step: off the loop, one at a time, and a failing runner costs only its own seqs."""
+
+import anyio
+import pytest
+
+from services.engine.block_pool import BlockPool
+from services.engine.engine import Engine
+from services.engine.fake_runner import FakeRunner, fake_answer
+from services.engine.planner import Planner, PlannerLimits
+from services.engine.types import SeqId, StepPlan, StepResult
+from shared.clock import ManualClock
+from shared.offload import InlineOffload, ThreadOffload
+from tests.unit.engine.helpers import BLOCK, make_spec
+
+pytestmark = pytest.mark.anyio
+
+
+class GatedOffload:
+    """Runs a step only once the test opens the gate."""
+
+    def __init__(self) -> None:
+        self.entered = anyio.Event()
+        self.gate = anyio.Event()
+
+    async def run(self, fn, *args):
+        self.entered.set()
+        await self.gate.wait()
+        return fn(*args)
+
+
+class SickRunner(FakeRunner):
+    """Raises on the steps named, or answers too little."""
+
+    def __init__(self, num_blocks: int, *, raises: int = 0, truncates: int = 0) -> None:
+        super().__init__(num_blocks, BLOCK)
+        self.raises, self.truncates = raises, truncates
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if plan.step == self.raises:
+            raise RuntimeError("out of memory")
+        result = super().run(plan)
+        return StepResult(result.sampled[:-1]) if plan.step == self.truncates else result
+
+
+def make_engine(offload=None, runner=None, *, num_blocks: int = 16, seqs: int = 8) -> Engine:
+    limits = PlannerLimits(max_num_seqs=seqs, max_num_batched_tokens=32, max_model_len=num_blocks * BLOCK)
+    planner = Planner(BlockPool(num_blocks, BLOCK), limits)
+    runner = runner or FakeRunner(num_blocks, BLOCK)
+    return Engine(planner, runner, offload or InlineOffload(), ManualClock())
+
+
+async def run_out(engine: Engine) -> dict[str, list[int]]:
+    """Tokens of all seqs until nothing is left to do."""
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        out = await engine.step()
+        assert out is not None
+        assert not out.failed
+        engine.check()
+        for seq in out.outputs:
+            tokens.setdefault(seq.seq_id, []).extend(seq.token_ids)
+    return tokens
+
+
+@pytest.mark.parametrize("offload", [InlineOffload, ThreadOffload])
+async def test_seqs_run_to_their_ends(offload):
+    """Steps inline and in a thread give the fake model's answers."""
+    engine = make_engine(offload())
+    engine.add(make_spec("a", range(5), 6))
+    engine.add(make_spec("b", range(9), 3))
+    tokens = await run_out(engine)
+    assert tokens == {"a": list(fake_answer(range(5), 6)), "b": list(fake_answer(range(9), 3))}
+    assert not engine.has_work
+    assert await engine.step() is None
+
+
+async def test_a_failing_step_ends_its_seqs_and_no_others():
+    """The reason is reported, the blocks come back, and what waited goes on."""
+    engine = make_engine(runner=SickRunner(16, raises=2), seqs=2)
+    for name in ("a", "b", "c"):
+        engine.add(make_spec(name, [ord(name)] * 6, 4))
+    assert await engine.step() is not None
+    out = await engine.step()
+    assert out is not None
+    assert out.failed == (("a", "RuntimeError: out of memory"), ("b", "RuntimeError: out of memory"))
+    assert out.outputs == ()
+    engine.check()
+    assert await run_out(engine) == {"c": list(fake_answer([ord("c")] * 6, 4))}
+    assert engine.stats().blocks_free == 16
+    assert engine.stats().extra["failed_steps"] == 1
+
+
+async def test_a_runner_that_answers_too_little_is_a_failure_too():
+    """A result that does not fit its plan moves no seq."""
+    engine = make_engine(runner=SickRunner(16, truncates=1))
+    engine.add(make_spec("a", range(6), 4))
+    out = await engine.step()
+    assert out is not None
+    assert [seq_id for seq_id, _ in out.failed] == ["a"]
+    engine.check()
+    assert engine.stats().blocks_free == 16
+
+
+async def test_an_aborted_seq_of_a_failing_step_is_not_reported():
+    """Nobody hears of a seq after its abort, not even of its failure."""
+    offload = GatedOffload()
+    engine = make_engine(offload, SickRunner(16, raises=1))
+    engine.add(make_spec("a", range(6), 4))
+    async with anyio.create_task_group() as tg:
+
+        async def stepper() -> None:
+            out = await engine.step()
+            assert out is not None
+            assert out.failed == ()
+
+        tg.start_soon(stepper)
+        await offload.entered.wait()
+        engine.abort(SeqId("a"))
+        offload.gate.set()
+    assert engine.stats().blocks_free == 16
+
+
+async def test_everything_is_legal_while_a_step_runs():
+    """Add, abort, reserve and drop do not disturb the step in flight."""
+    offload = GatedOffload()
+    engine = make_engine(offload)
+    engine.add(make_spec("a", range(6), 4))
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(engine.step)
+        await offload.entered.wait()
+        assert engine.is_stepping
+        engine.add(make_spec("b", range(7), 3))
+        engine.add(make_spec("c", range(7), 3))
+        engine.abort(SeqId("c"))
+        assert engine.reserve(make_spec("d", range(50, 59), 4)) is not None
+        engine.drop(SeqId("d"))
+        engine.check()
+        offload.gate.set()
+    tokens = await run_out(engine)
+    assert tokens["b"] == list(fake_answer(range(7), 3))
+    assert engine.stats().output_tokens == 7
+
+
+async def test_cancelling_a_step_leaves_no_plan_half_done():
+    """The step is finished first; the engine can go on afterwards."""
+    offload = GatedOffload()
+    engine = make_engine(offload)
+    engine.add(make_spec("a", range(6), 4))
+    async with anyio.create_task_group() as tg:
+        tg.start_soon(engine.step)
+        await offload.entered.wait()
+        tg.cancel_scope.cancel()
+        offload.gate.set()
+    assert not engine.is_stepping
+    engine.check()
+    assert engine.stats().output_tokens == 1
+    assert (await run_out(engine))["a"] == list(fake_answer(range(6), 4))[1:]
+
+
+async def test_stats_add_up():
+    """Computed and cached prompt tokens make up the prompts; the cache's hashes are those announced."""
+    engine = make_engine()
+    spec = make_spec("a", range(12), 2)
+    engine.add(spec)
+    assert engine.stats().queued_tokens == 12
+    await run_out(engine)
+    assert engine.cached_hashes() == spec.block_hashes
+    engine.add(make_spec("b", range(12), 2))
+    await run_out(engine)
+    stats = engine.stats()
+    assert (stats.prompt_tokens_computed, stats.prompt_tokens_cached) == (16, 8)
+    assert (stats.output_tokens, stats.queued_tokens, stats.num_running) == (4, 0, 0)
+    assert stats.steps == 4
+    assert engine.drain_events() == ()

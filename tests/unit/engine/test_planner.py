@@ -1,0 +1,314 @@
+"""The planner: who gets rows, who waits, who is preempted, and how seqs end."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.engine.fake_runner import fake_answer
+from services.engine.seq import finish_reason
+from shared.messages import SamplingParams
+from tests.unit.engine.helpers import BLOCK, Rig, make_spec
+
+
+def rows(plan) -> dict[str, int]:
+    """Rows per seq of a plan, in its order."""
+    return {str(item.seq_id): len(item.token_ids) for item in plan.items}
+
+
+@pytest.mark.parametrize("budget", [1, 3, 5, 64])
+@pytest.mark.parametrize("caching", [True, False])
+def test_answers_do_not_depend_on_chunking_or_caching(budget: int, caching: bool):
+    """The same tokens come out whatever the chunk size, with and without prefix hits."""
+    rig = Rig(32, budget=budget, caching=caching)
+    prompts = {"a": range(13), "b": [*range(8), 99], "c": [5], "d": range(16)}
+    for name, prompt in prompts.items():
+        rig.planner.add(make_spec(name, prompt, 9))
+    rig.run()
+    assert {name: tuple(got) for name, got in rig.tokens.items()} == {
+        name: fake_answer(prompt, 9) for name, prompt in prompts.items()
+    }
+    assert set(rig.finished.values()) == {"length"}
+
+
+def test_decode_rows_go_first_then_chunks_then_newcomers():
+    """Under the budget a running answer keeps its row while prompts are cut to what is left."""
+    rig = Rig(32, budget=6)
+    rig.planner.add(make_spec("short", [1, 2], 9))
+    rig.step()
+    rig.planner.add(make_spec("long", range(20), 9))
+    rig.planner.add(make_spec("next", range(50, 60), 9))
+    plan = rig.planner.plan()
+    assert plan is not None
+    assert rows(plan) == {"short": 1, "long": 5}
+    rig.note(rig.planner.commit(plan, rig.runner.run(plan)))
+    for want in ({"short": 1, "long": 5}, {"short": 1, "long": 5}, {"short": 1, "long": 5}):
+        plan = rig.planner.plan()
+        assert plan is not None
+        assert rows(plan) == want
+        assert plan.items[1].sample is None or plan.items[1].start + 5 == 20
+        rig.note(rig.planner.commit(plan, rig.runner.run(plan)))
+    plan = rig.planner.plan()
+    assert plan is not None
+    assert rows(plan) == {"short": 1, "long": 1, "next": 4}
+
+
+def test_no_more_seqs_run_than_seats():
+    """`max_num_seqs` bounds the seqs of a step."""
+    rig = Rig(32, seqs=2)
+    for name in "abc":
+        rig.planner.add(make_spec(name, [ord(name)], 3))
+    plan = rig.planner.plan()
+    assert plan is not None
+    assert rows(plan) == {"a": 1, "b": 1}
+    assert rig.planner.stats().num_waiting == 1
+
+
+def test_waiting_order_is_priority_then_arrival():
+    """A later seq of a better priority starts first."""
+    rig = Rig(32, seqs=1)
+    rig.planner.add(make_spec("first", [1], 1))
+    rig.planner.add(make_spec("second", [2], 1))
+    rig.planner.add(make_spec("urgent", [3], 1, priority=-1))
+    rig.run()
+    assert list(rig.finished) == ["urgent", "first", "second"]
+
+
+def test_a_head_that_does_not_fit_is_not_overtaken():
+    """Small seqs behind a large one wait with it, so that it is not starved."""
+    rig = Rig(8)
+    rig.planner.add(make_spec("runs", range(18), 8))
+    rig.step()
+    rig.planner.add(make_spec("large", range(100, 116), 2))
+    rig.planner.add(make_spec("small", [7], 1))
+    rig.step()
+    assert rig.planner.stats().num_waiting == 2
+    rig.run()
+    assert next(iter(rig.finished)) == "runs"
+
+
+def test_a_prefix_hit_is_not_computed_again():
+    """A second seq computes only what follows the cached blocks, at least one row, and says how much was cached."""
+    rig = Rig(16)
+    rig.planner.add(make_spec("one", range(12), 1))
+    rig.run()
+    rig.planner.add(make_spec("two", range(12), 1))
+    plan = rig.planner.plan()
+    assert plan is not None
+    assert (plan.items[0].start, rows(plan)) == (8, {"two": 4})
+    out = rig.planner.commit(plan, rig.runner.run(plan))
+    assert out.outputs[0].num_cached_tokens == 8
+    assert out.outputs[0].token_ids == fake_answer(range(12), 1)
+    assert out.started == ("two",)
+    assert rig.planner.stats().prompt_tokens_cached == 8
+    assert rig.planner.stats().prompt_tokens_computed == 16
+
+
+def test_generated_tokens_can_be_hit_too():
+    """A chat's next turn hits the blocks of the last answer."""
+    rig = Rig(16)
+    rig.planner.add(make_spec("turn1", range(6), 8))
+    rig.run()
+    follow_up = [*range(6), *rig.tokens["turn1"], 1, 2, 3]
+    rig.planner.add(make_spec("turn2", follow_up, 2))
+    plan = rig.planner.plan()
+    assert plan is not None
+    assert plan.items[0].start == 12  # 13 tokens have KV: the last sampled one was never fed
+
+
+def test_growth_preempts_the_youngest_which_then_finishes_with_the_same_tokens():
+    """A full pool takes blocks from the last comer; its answer is unchanged and no token comes twice."""
+    rig = Rig(8)
+    for name in "abc":
+        rig.planner.add(make_spec(name, [ord(name)] * 5, 14))
+    rig.run()
+    stats = rig.planner.stats()
+    assert stats.preemptions > 0
+    assert next(iter(rig.finished)) == "a"
+    for name in "abc":
+        assert tuple(rig.tokens[name]) == fake_answer([ord(name)] * 5, 14)
+    assert stats.output_tokens == 3 * 14
+    assert stats.prompt_tokens_computed == 15
+
+
+def test_recomputed_hits_are_not_counted_again():
+    """A resumed seq that finds its own blocks cached does not report more cached tokens."""
+    rig = Rig(8)
+    outs = []
+    for name in "ab":
+        rig.planner.add(make_spec(name, [ord(name)] * 9, 14))
+    while rig.planner.has_work:
+        out = rig.step()
+        assert out is not None
+        outs += out.outputs
+    assert rig.planner.stats().preemptions > 0
+    assert {out.num_cached_tokens for out in outs} == {0}
+    assert rig.planner.stats().prompt_tokens_cached == 0
+
+
+def test_higher_priority_is_never_preempted_for_lower():
+    """The urgent late-comer keeps its blocks; the earlier, less urgent seq is preempted."""
+    rig = Rig(6)
+    rig.planner.add(make_spec("slow", [1] * 7, 12, priority=5))
+    rig.step()
+    rig.planner.add(make_spec("fast", [2] * 7, 12))
+    rig.run()
+    assert rig.planner.stats().preemptions > 0
+    assert list(rig.finished) == ["fast", "slow"]
+
+
+def test_growth_beyond_credit_does_not_touch_promised_blocks():
+    """A seq over its credit waits while the other still grows within its own, and is preempted rather than it."""
+    rig = Rig(8)
+    rig.planner.add(make_spec("eldest", [0] * 4, 12, credit=4))
+    rig.planner.add(make_spec("over", [1] * 4, 24, credit=1))
+    rig.planner.add(make_spec("within", [2] * 4, 8, credit=3))
+    rig.step()
+    assert rig.pool.promised == 3 + 0 + 2
+    rig.run()
+    assert list(rig.finished) == ["within", "eldest", "over"]
+    assert {name: tuple(got) for name, got in rig.tokens.items()} == {
+        "eldest": fake_answer([0] * 4, 12),
+        "over": fake_answer([1] * 4, 24),
+        "within": fake_answer([2] * 4, 8),
+    }
+
+
+def test_a_waiting_seq_takes_its_credit_back_from_those_over_theirs():
+    """Starting within credit preempts what grew beyond it, but never the eldest."""
+    rig = Rig(8)
+    rig.planner.add(make_spec("eldest", [0] * 4, 20, credit=3))
+    rig.planner.add(make_spec("over", [1] * 7, 20, credit=1))
+    for _ in range(6):
+        rig.step()
+    assert rig.planner.stats().num_running == 2
+    rig.planner.add(make_spec("new", [2] * 8, 2, credit=3))
+    out = rig.step()
+    assert out is not None
+    assert out.num_preempted == 1
+    assert out.started == ("new",)
+    rig.run()
+    assert len(rig.finished) == 3
+
+
+def test_stop_token_is_reported_and_ends_the_seq():
+    """A stop token ends the answer with itself as its last token."""
+    answer = fake_answer([1, 2, 3], 5)
+    rig = Rig(8)
+    rig.planner.add(make_spec("s", [1, 2, 3], 9, stop=(answer[4],)))
+    rig.run()
+    assert tuple(rig.tokens["s"]) == answer
+    assert rig.finished == {"s": "stop"}
+
+
+def test_a_seq_ends_at_the_model_length():
+    """Prompt and output together never exceed `max_model_len`."""
+    rig = Rig(8, max_len=10)
+    rig.planner.add(make_spec("s", range(7), 100))
+    rig.run()
+    assert len(rig.tokens["s"]) == 3
+    assert rig.finished == {"s": "length"}
+
+
+def test_a_resumed_seq_continues_the_index_and_the_text():
+    """Tokens already sent are not sampled again, count towards max_tokens, and the rest is the same text."""
+    rig = Rig(16)
+    rig.planner.add(make_spec("r", range(6), 10, sent=4))
+    out = rig.step()
+    assert out is not None
+    assert out.outputs[0].index == 4
+    rig.run()
+    assert tuple(rig.tokens["r"]) == fake_answer(range(6), 10)[4:]
+    assert rig.finished == {"r": "length"}
+
+
+def test_choices_of_one_prompt_differ_and_share_its_blocks():
+    """Two choices hit the same prompt blocks and get their own tokens."""
+    rig = Rig(16)
+    rig.planner.add(make_spec("c0", range(9), 5))
+    rig.step()
+    rig.planner.add(make_spec("c1", range(9), 5, choice=1))
+    rig.run()
+    assert tuple(rig.tokens["c0"]) == fake_answer(range(9), 5)
+    assert tuple(rig.tokens["c1"]) == fake_answer(range(9), 5, choice=1)
+    assert rig.planner.stats().prompt_tokens_cached == 8
+
+
+def test_abort_while_a_step_is_in_flight():
+    """The step's blocks go back at commit, and nothing is reported of the seq; a second abort is harmless."""
+    rig = Rig(8)
+    rig.planner.add(make_spec("gone", range(9), 5))
+    rig.planner.add(make_spec("stays", [1], 5))
+    plan = rig.planner.plan()
+    assert plan is not None
+    rig.planner.abort(plan.items[0].seq_id)
+    rig.planner.abort(plan.items[0].seq_id)
+    assert rig.pool.takeable == 4
+    out = rig.planner.commit(plan, rig.runner.run(plan))
+    rig.planner.check()
+    assert [o.seq_id for o in out.outputs] == ["stays"]
+    assert out.started == ("stays",)
+    assert rig.pool.takeable == 7
+
+
+def test_abort_of_a_waiting_seq_and_of_a_stranger():
+    """Both are legal, and leave nothing behind."""
+    rig = Rig(8)
+    spec = make_spec("w", [1], 5)
+    rig.planner.add(spec)
+    rig.planner.abort(spec.seq_id)
+    rig.planner.abort(spec.seq_id)
+    assert not rig.planner.has_work
+    assert rig.planner.plan() is None
+
+
+def test_cache_events_follow_the_blocks():
+    """A full block is announced once, at the step that filled it."""
+    rig = Rig(8)
+    spec = make_spec("e", range(8), 2)
+    rig.planner.add(spec)
+    out = rig.step()
+    assert out is not None
+    assert [event.hashes for event in out.kv_events] == [spec.block_hashes]
+    rig.planner.add(make_spec("f", range(8), 2))
+    rig.run()
+    assert rig.planner.drain_events() == ()
+
+
+def test_without_prefix_caching_nothing_is_kept():
+    """The cache can be switched off: no hits, no events, all blocks free afterwards."""
+    rig = Rig(8, caching=False)
+    rig.planner.add(make_spec("a", range(9), 2))
+    rig.run()
+    assert rig.pool.num_free == 8
+    assert rig.pool.hashes() == ()
+
+
+@given(
+    outputs=st.lists(st.integers(0, 5), max_size=6),
+    max_tokens=st.integers(1, 6),
+    stop=st.sets(st.integers(0, 5), max_size=2),
+    num_prompt=st.integers(1, 4),
+    max_len=st.integers(5, 10),
+)
+def test_finish_reason_is_found_at_the_same_token_by_replay(outputs, max_tokens, stop, num_prompt, max_len):
+    """Walking over the output ends where the definition says: at the first of stop and length, stop before length."""
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(stop))
+    ends = []
+    for index, token in enumerate(outputs):
+        if token in stop:
+            ends.append((index, "stop"))
+        elif index + 1 == max_tokens or num_prompt + index + 1 == max_len:
+            ends.append((index, "length"))
+    got = None
+    for count in range(1, len(outputs) + 1):
+        reason = finish_reason(sampling, outputs[:count], num_prompt + count, max_len)
+        if reason:
+            got = (count - 1, reason)
+            break
+    assert got == (ends[0] if ends else None)
+
+
+def test_one_seq_must_fit_the_pool():
+    """A planner refuses limits under which a lone seq could get stuck."""
+    with pytest.raises(AssertionError, match="fit the pool"):
+        Rig(2, max_len=2 * BLOCK + 1)
