@@ -1,0 +1,76 @@
+"""The real tokenizer, the app over a fake queue, and clients of it."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import anyio
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+
+from services.gateway.app import build_app
+from services.gateway.tokenizer import Tokenizer, load_tokenizer
+from shared.clock import ManualClock
+from shared.config import GatewayConfig
+from shared.ids import Incarnation
+from shared.model_path import resolve
+from shared.offload import InlineOffload
+from shared.randomness import SeededRandomness
+from tests.unit.gateway.fakes import FakePort, Recorder
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(resolve(""))
+
+
+@dataclass
+class Gateway:
+    """An app with everything around it in the test's hands."""
+
+    app: Starlette
+    port: FakePort
+    clock: ManualClock
+    observer: Recorder
+    tokenizer: Tokenizer
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
+        """A client without a network; a response arrives whole."""
+        async with self.app.router.lifespan_context(self.app):
+            transport = httpx.ASGITransport(self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+                yield client
+
+    @asynccontextmanager
+    async def server(self) -> AsyncIterator[int]:
+        """A real HTTP server on a free port."""
+        server = uvicorn.Server(uvicorn.Config(self.app, port=0, log_level="critical", timeout_graceful_shutdown=1))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(server._serve)
+            while not server.started:
+                await anyio.lowlevel.checkpoint()
+            yield server.servers[0].sockets[0].getsockname()[1]
+            server.should_exit = True
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.fixture
+def gateway(tokenizer: Tokenizer, anyio_backend: str) -> Gateway:
+    port, clock, observer = FakePort(), ManualClock(1000.0), Recorder()
+    app = build_app(
+        port=port,
+        tokenizer=tokenizer,
+        model_name="smol",
+        incarnation=Incarnation("gw"),
+        config=GatewayConfig(max_body_bytes=1 << 20),
+        clock=clock,
+        randomness=SeededRandomness(7),
+        offload=InlineOffload(),
+        observer=observer,
+    )
+    return Gateway(app, port, clock, observer, tokenizer)
