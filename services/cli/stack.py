@@ -24,7 +24,6 @@ from services.cli.supervisor import Died, Service, ServiceSpec, Supervisor
 from shared.clock import Clock
 from shared.config import Settings
 from shared.errors import BusError
-from shared.redis_link import RedisLink
 
 Say = Callable[[str], None]
 
@@ -193,6 +192,8 @@ def _row(service: Service) -> ServiceState:
 
 async def _check_redis(settings: Settings, clock: Clock) -> None:
     """:raises CommandError: the user's Redis does not answer, or is too old."""
+    from shared.redis_link import RedisLink  # here, since most starts do without: it takes a while to import
+
     url = settings.redis.url
     try:
         link = RedisLink(msgspec.structs.replace(settings.redis, retry_s=1.0), clock)
