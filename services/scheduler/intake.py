@@ -106,12 +106,15 @@ class Intake:
         self._wakeup.ring()
 
     async def _admit(self, admissions: Sequence[Admitted]) -> None:
-        """Load and queue, in the order given."""
-        for start in range(0, len(admissions), LOADS_AT_ONCE):
-            batch = admissions[start : start + LOADS_AT_ONCE]
+        """Load and queue, in the order given. What is in flight already is a repeat."""
+        fresh = [a for a in admissions if self._ledger.epoch_of(a.request_id) < a.epoch]
+        for start in range(0, len(fresh), LOADS_AT_ONCE):
+            batch = fresh[start : start + LOADS_AT_ONCE]
             for admitted, state in zip(batch, await self._load(batch), strict=True):
-                self._ledger.forget(admitted.request_id, before_epoch=admitted.epoch)
-                if state is not None and state.epoch == admitted.epoch:
+                if state is None or self._ledger.epoch_of(admitted.request_id) >= admitted.epoch:
+                    continue
+                self._ledger.forget(admitted.request_id)
+                if state.epoch == admitted.epoch:
                     self._queue(state)
             self._wakeup.ring()
 

@@ -65,8 +65,10 @@ class Ledger:
         self._in_flight: dict[RequestId, _InFlight] = {}
         self._confirmed = 0
 
-    def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._in_flight
+    def epoch_of(self, request_id: RequestId) -> int:
+        """Epoch under which the request is in flight; 0 = it is not."""
+        known = self._in_flight.get(request_id)
+        return known.epoch if known else 0
 
     @property
     def num_in_flight(self) -> int:
