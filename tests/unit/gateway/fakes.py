@@ -1,5 +1,6 @@
 """A queue without workers, a scripted model, and an observer that remembers."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,13 +49,15 @@ class FakePort:
     log_reads: int = 0
 
     def __post_init__(self) -> None:
-        self._send, self._receive = anyio.create_memory_object_stream[list[GatewayMsg]](10**6)
+        self._batches: deque[list[GatewayMsg]] = deque()
+        self._filled = anyio.Event()
         self.cancel_seen = anyio.Event()
         self.admit_seen = anyio.Event()
 
     def emit(self, *events: GatewayMsg) -> None:
         """Deliver events together, as one read of the stream gives them."""
-        self._send.send_nowait(list(events))
+        self._batches.append(list(events))
+        self._filled.set()
 
     async def admit(self, request: GenerateRequest) -> Admission:
         await anyio.lowlevel.checkpoint()
@@ -80,15 +83,14 @@ class FakePort:
         return self.logs.get(request_id, ())
 
     async def next_events(self) -> list[GatewayMsg]:
-        return await self._receive.receive()
+        if not self._batches:
+            self._filled = anyio.Event()
+            await self._filled.wait()
+        return self._batches.popleft()
 
     async def workers(self) -> list[Registration]:
         self._check()
         return self.live
-
-    def close(self) -> None:
-        self._send.close()
-        self._receive.close()
 
     def _check(self) -> None:
         if self.broken:

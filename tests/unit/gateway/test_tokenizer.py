@@ -4,6 +4,7 @@ import json
 import random
 import struct
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,10 @@ def with_digit_rule(oracle: Any) -> Any:
     return backend
 
 
-def naive_bpe(
-    text: str, pieces: str, vocab: dict[str, int], merges: dict[tuple[str, str], int], whole: bool
-) -> list[int]:
+Merges = dict[tuple[str, str], int]
+
+
+def naive_bpe(text: str, pieces: str, vocab: dict[str, int], merges: Merges, whole: bool) -> list[int]:
     """Byte-pair encoding as the papers tell it: cut by a regular expression, then always the best merge."""
     char_of = {byte: char for char, byte in _BYTE_OF_CHAR.items()}
     out: list[int] = []
@@ -66,9 +68,7 @@ def naive_bpe(
         if whole and "".join(symbols) in vocab:
             symbols = ["".join(symbols)]
         while True:
-            ranked = [
-                (merges[pair], i) for i, pair in enumerate(zip(symbols, symbols[1:], strict=False)) if pair in merges
-            ]
+            ranked = [(merges[pair], i) for i, pair in enumerate(pairwise(symbols)) if pair in merges]
             if not ranked:
                 break
             _, i = min(ranked)
@@ -82,7 +82,7 @@ TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 
 
-def rules(path: Path) -> tuple[dict[str, int], dict[tuple[str, str], int]]:
+def rules(path: Path) -> tuple[dict[str, int], Merges]:
     meta = read_metadata(path)
     vocab = {text: i for i, text in enumerate(meta["tokenizer.ggml.tokens"])}
     merges = {tuple(merge.split(" ")): i for i, merge in enumerate(meta["tokenizer.ggml.merges"])}
