@@ -5,7 +5,6 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import anyio
-import anyio.lowlevel
 import numpy as np
 
 from services.transfer.offers import Key
@@ -220,8 +219,7 @@ class ByteBudget:
     async def take(self, num_bytes: int) -> None:
         """Take it, wait if need be. Whoever waits must hold none."""
         if self.try_take(num_bytes):
-            await anyio.lowlevel.checkpoint()
-            return
+            return  # no await: a cancellation here would lose what was taken
         entry = (self.clamp(num_bytes), anyio.Event())
         self._waiting.append(entry)
         try:
