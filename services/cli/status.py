@@ -1,5 +1,6 @@
 """`baton status`: one table per running stack, from its state file and its services' own answers."""
 
+import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -12,6 +13,32 @@ from services.cli.probe import local_client
 from services.cli.procinfo import ProcessId
 from services.cli.rundir import RunDir, RunState, ServiceState
 
+# Metric names without `baton_<service>_`; a figure is shown where a service has all its metrics.
+_FIGURES = (
+    ("open", ("open_requests",)),
+    ("done", ("requests_total",)),
+    ("tokens out", ("generated_tokens_total",)),
+    ("cached prompt tokens", ("cached_prompt_tokens_total", "prompt_tokens_total")),
+    ("workers", ("num_workers",)),
+    ("queued", ("num_waiting",)),
+    ("in flight", ("num_in_flight",)),
+    ("handed off", ("num_handoffs_total", "num_dispatched_total")),
+    ("index entries", ("num_entries",)),
+    ("running", ("engine_num_running",)),
+    ("waiting", ("engine_num_waiting",)),
+    ("blocks free", ("engine_blocks_free", "engine_blocks_total")),
+    ("blocks sent", ("transfer_blocks_sent_total",)),
+    ("blocks read", ("transfer_blocks_read_total",)),
+)
+_FAULTS = (
+    ("refused", "refused_total"),
+    ("requeued", "num_requeued_total"),
+    ("failed", "failed_total"),
+    ("fetches failed", "fetch_failed_total"),
+    ("failed steps", "engine_failed_steps_total"),
+    ("preemptions", "engine_preemptions_total"),
+)
+_SERVICE = re.compile(r"^baton_(?:gateway|scheduler|prefix_index|prefill|decode)_")
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? (\S+)(?: \d+)?$")
 
 
@@ -75,19 +102,23 @@ def parse_metrics(text: str) -> dict[str, float]:
     sums: dict[str, float] = defaultdict(float)
     for line in text.splitlines():
         if match := _SAMPLE.match(line):
-            try:
-                sums[match[1]] += float(match[2])
-            except ValueError:
-                continue
+            with contextlib.suppress(ValueError):
+                value = float(match[2])
+                sums[match[1]] += value
     return dict(sums)
 
 
-def figures(metrics: Mapping[str, float], limit: int = 6) -> str:
-    """The few numbers of ours that are not zero, in words: no `_bucket`, `_created` or process metrics."""
-    hidden = ("_bucket", "_created", "_sum", "_info")
-    shown = [
-        f"{name.removeprefix('baton_').removesuffix('_total').replace('_', ' ')} {value:g}"
-        for name, value in metrics.items()
-        if name.startswith("baton_") and value and not name.endswith(hidden)
-    ]
-    return ", ".join(shown[:limit])
+def figures(metrics: Mapping[str, float]) -> str:
+    """A service's key numbers in words. Ratios are shown as `part/whole`; what a service has not, it does not show."""
+    values = {_SERVICE.sub("", name): value for name, value in metrics.items()}
+    shown: list[str] = []
+    for label, names in _FIGURES:
+        numbers = [values[name] for name in names if name in values]
+        if len(numbers) == len(names):
+            shown.append(f"{label} {'/'.join(f'{number:.0f}' for number in numbers)}")
+    shown += [f"{label} {values[name]:.0f}" for label, name in _FAULTS if values.get(name)]
+    if count := values.get("ttft_seconds_count"):
+        shown.append(f"mean TTFT {1000 * values['ttft_seconds_sum'] / count:.0f} ms")
+    if count := values.get("tpot_seconds_count"):
+        shown.append(f"mean TPOT {1000 * values['tpot_seconds_sum'] / count:.0f} ms")
+    return ", ".join(shown)

@@ -22,7 +22,11 @@ PORTS = {
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        body = b'baton_things_total{kind="a"} 3\nbaton_things_total{kind="b"} 4\n' if self.path == "/metrics" else b"ok"
+        body = (
+            b'baton_gateway_requests_total{reason="a"} 3\nbaton_gateway_requests_total{reason="b"} 4\n'
+            if self.path == "/metrics"
+            else b"ok"
+        )
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

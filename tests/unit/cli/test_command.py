@@ -83,7 +83,7 @@ def test_detach_status_and_down(baton: Command):
     code, out = baton("status")
     assert code == 0
     assert all(name in out for name in names)
-    assert "things 7" in out
+    assert "done 7" in out
 
     code, out = baton.up()
     assert (code, out.count("\n")) == (1, 1)

@@ -23,6 +23,7 @@ def python(code: str, **more: object) -> ServiceSpec:
 
 async def run(spec: ServiceSpec, tmp_path: Path, env: dict[str, str] | None = None) -> tuple[int, list[bytes]]:
     lines: list[bytes] = []
+    code = 0
     async with anyio.create_task_group() as tasks:
         spawner = ProcessSpawner(tasks, SystemClock(), tmp_path, env or {}, lambda _, line: lines.append(line))
         child = await spawner.spawn(spec)
