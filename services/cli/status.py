@@ -27,10 +27,10 @@ _FIGURES = (
     ("running", ("engine_num_running",)),
     ("waiting", ("engine_num_waiting",)),
     ("blocks free", ("engine_blocks_free", "engine_blocks_total")),
-    ("blocks sent", ("transfer_blocks_sent_total",)),
     ("blocks read", ("transfer_blocks_read_total",)),
 )
-_FAULTS = (
+_WHERE_ANY = (
+    ("blocks sent over TCP", "transfer_blocks_sent_total"),
     ("refused", "refused_total"),
     ("requeued", "num_requeued_total"),
     ("failed", "failed_total"),
@@ -116,7 +116,7 @@ def figures(metrics: Mapping[str, float]) -> str:
         numbers = [values[name] for name in names if name in values]
         if len(numbers) == len(names):
             shown.append(f"{label} {'/'.join(f'{number:.0f}' for number in numbers)}")
-    shown += [f"{label} {values[name]:.0f}" for label, name in _FAULTS if values.get(name)]
+    shown += [f"{label} {values[name]:.0f}" for label, name in _WHERE_ANY if values.get(name)]
     if count := values.get("ttft_seconds_count"):
         shown.append(f"mean TTFT {1000 * values['ttft_seconds_sum'] / count:.0f} ms")
     if count := values.get("tpot_seconds_count"):
