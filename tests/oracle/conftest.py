@@ -1,0 +1,27 @@
+"""The real model, once in the oracle and once in ours."""
+
+import pytest
+import torch
+
+from services.engine.load import open_model
+from services.engine.model import LlamaModel
+from shared.config import EngineConfig, ModelConfig
+from shared.model_path import resolve
+from tests.oracle.oracle import Oracle, load_oracle
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Oracle:
+    """`transformers` with the default model."""
+    return load_oracle(resolve(""))
+
+
+@pytest.fixture(scope="session")
+def model() -> LlamaModel:
+    """Ours with the default model."""
+    return open_model(ModelConfig(), EngineConfig()).load()
