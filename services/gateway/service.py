@@ -85,8 +85,10 @@ async def serve(process: Process) -> None:
         observer=PrometheusObserver(metrics),
         extra_routes=routes(Probes(readiness.health, readiness.ready, metrics)),
     )
-    metrics.stats(lambda: {"open_requests": len(app.state.streams), "redis_outages_total": process.link.outages},
-                  counters=["redis_outages_total"])
+    metrics.stats(
+        lambda: {"open_requests": len(app.state.streams), "redis_outages_total": process.link.outages},
+        counters=["redis_outages_total"],
+    )
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(readiness.watch, process)
         listening = await tasks.start(serve_app, app, sock, DRAIN_S)
