@@ -49,7 +49,6 @@ class _Draft:
     seats: int
     tokens_left: int
     rows: dict[Seq, int] = field(default_factory=dict)
-    preempted: set[Seq] = field(default_factory=set)
 
     def give(self, seq: Seq) -> None:
         """As many rows as the seq wants and the budget has."""
@@ -59,7 +58,6 @@ class _Draft:
 
     def take_back(self, seq: Seq) -> None:
         self.tokens_left += self.rows.pop(seq, 0)
-        self.preempted.add(seq)
 
 
 class Planner:
@@ -280,7 +278,7 @@ class Planner:
         for seq in seated:
             if not draft.tokens_left:
                 return
-            if seq.state is SeqState.RUNNING and seq.num_remaining == 1 and self._has_slot(seq, draft):
+            if seq.state is SeqState.RUNNING and seq.num_remaining == 1 and self._has_slot(seq):
                 draft.give(seq)
         for seq in seated:
             if not draft.tokens_left:
@@ -288,28 +286,32 @@ class Planner:
             if seq.state is SeqState.RUNNING and seq.num_remaining > 1:
                 draft.give(seq)
 
-    def _has_slot(self, seq: Seq, draft: _Draft) -> bool:
-        """Whether the seq's table covers all its tokens, if need be at the cost of the last in rank behind it. Only the
-        eldest takes from a seq within its credit: that one would at once take the blocks back, by right."""
+    def _has_slot(self, seq: Seq) -> bool:
+        """Whether the seq's table covers all its tokens, if need be at the cost of seqs behind it in rank. (Those have
+        no rows yet in this step, so no planned row is lost.)"""
         while seq.table_len < seq.num_blocks:
             if self._blocks.grow(seq):
                 continue
-            is_eldest = seq is self._roster.eldest()
-            behind = (v for v in self._roster.behind(seq.rank) if is_eldest or v.is_over_credit())
-            victim = next(behind, None)
+            victim = self._victim(seq)
             if victim is None:
                 return False
-            draft.take_back(victim)
             self._preempt(victim)
         return True
+
+    def _victim(self, seq: Seq) -> Seq | None:
+        """The last in rank behind `seq` that is over its credit. Only the eldest takes from one that is not: from any
+        other, that one would take the blocks back at once, by right."""
+        behind = list(self._roster.behind(seq.rank))
+        over = next((other for other in behind if other.is_over_credit()), None)
+        if over is None and behind and seq is self._roster.eldest():
+            return behind[0]
+        return over
 
     def _admit(self, draft: _Draft) -> None:
         """Start waiting seqs in order until one does not fit."""
         roster = self._roster
         while roster.waiting and len(roster.running) < draft.seats and draft.tokens_left:
             seq = roster.waiting[0]
-            if seq in draft.preempted:
-                return  # it just made room for a seq of this step
             quote = self._blocks.quote(seq, len(seq.tokens) - 1)  # one row at least: its result is the next token
             victims = self._afford(quote)
             if victims is None:

@@ -247,6 +247,86 @@ def test_reserve_takes_from_lower_priority_only():
     assert rig.planner.stats().preemptions == 1
 
 
+def test_the_promise_of_a_victim_counts_as_room():
+    """What a lower seq was promised but never took is gained with its blocks."""
+    rig = Rig(6)
+    rig.planner.add(make_spec("runs", [0] * 4, 8, credit=6, priority=1))
+    rig.step()
+    assert rig.planner.reserve(make_spec("d", range(22), 2, priority=1)) is None
+    assert rig.planner.reserve(make_spec("urgent", range(22), 2, priority=0)) is not None
+    assert rig.planner.stats().preemptions == 1
+
+
+def sharers(rig: Rig) -> None:
+    """An eldest, and two seqs without credit that share two blocks and have one each of their own."""
+    rig.planner.add(make_spec("eldest", [9], 20))
+    rig.step()
+    for name, tail in (("s1", 50), ("s2", 60)):
+        rig.planner.add(make_spec(name, [*range(8), tail], 20))
+        rig.step()
+    assert rig.pool.census()["held"] == 5
+
+
+def test_shared_blocks_are_gained_only_when_all_their_holders_go():
+    """A reservation counts a shared block once, and only if both seqs must make room."""
+    rig = Rig(7)
+    sharers(rig)
+    assert rig.planner.reserve(make_spec("d", range(100, 126), 2, credit=7)) is None
+    assert rig.planner.stats().preemptions == 0
+    assert rig.planner.reserve(make_spec("d", range(100, 114), 4, credit=4)) is not None
+    assert rig.planner.stats().preemptions == 2
+    rig.planner.check()
+
+
+def test_hits_that_a_victim_holds_are_not_gained_as_well():
+    """A block cannot be both a hit of the newcomer and room for it."""
+    rig = Rig(7)
+    sharers(rig)
+    assert rig.planner.reserve(make_spec("d", [*range(8), *range(100, 118)], 2, credit=7)) is None
+    held = rig.planner.reserve(make_spec("d", [*range(8), *range(100, 114)], 4, credit=6))
+    assert held is not None
+    assert held.num_hit_blocks == 2
+    assert rig.planner.stats().preemptions == 2
+    rig.planner.check()
+
+
+def test_a_refund_for_shared_blocks_lowers_the_credit_not_the_growth():
+    """Shared blocks are charged to nobody's credit: over credit is what lies beyond the rest."""
+    rig = Rig(12)
+    rig.planner.add(make_spec("holder", range(8), 12))
+    rig.step()
+    spec = make_spec("d", [*range(8), 50], 20, credit=4)
+    held = rig.planner.reserve(spec)
+    assert held is not None
+    assert held.num_shared_blocks == 2
+    assert rig.pool.promised == 1
+    rig.write_kv(spec.token_ids, held.block_ids, held.num_hit_blocks)
+    rig.planner.land(spec.seq_id, first_token(spec.token_ids))
+    for _ in range(7):
+        rig.step()
+    assert rig.pool.promised == 0  # four blocks, all within credit
+    free = rig.pool.takeable
+    big = make_spec("big", range(100, 100 + 4 * free + 1), 2, credit=free + 1)
+    assert rig.planner.reserve(big) is None
+    rig.step()  # the fifth block is beyond it
+    assert rig.pool.takeable == free - 1
+    assert rig.planner.reserve(big) is not None
+    assert rig.planner.stats().preemptions == 1
+
+
+def test_reserve_by_right_waits_for_a_step_in_flight():
+    """Even what is beyond credit stays with its seq while a step uses it."""
+    rig = Rig(6)
+    rig.planner.add(make_spec("eldest", [0] * 4, 8, credit=2))
+    rig.planner.add(make_spec("over", [1] * 11, 8, credit=1))
+    plan = rig.planner.plan()
+    assert plan is not None
+    spec = make_spec("d", range(9), 8, credit=3)
+    assert rig.planner.reserve(spec) is None
+    rig.note(rig.planner.commit(plan, rig.runner.run(plan)))
+    assert rig.planner.reserve(spec) is not None
+
+
 def test_reserve_waits_for_a_step_in_flight():
     """Blocks that a step is using are not taken; after commit they are."""
     rig = Rig(6)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from services.engine.fake_runner import fake_answer
 from services.engine.seq import finish_reason
-from shared.messages import SamplingParams
+from shared.messages import FirstToken, SamplingParams
 from tests.unit.engine.helpers import BLOCK, Rig, make_spec
 
 
@@ -164,6 +164,10 @@ def test_growth_beyond_credit_does_not_touch_promised_blocks():
     rig.planner.add(make_spec("within", [2] * 4, 8, credit=3))
     rig.step()
     assert rig.pool.promised == 3 + 0 + 2
+    while "within" not in rig.finished:
+        out = rig.step()
+        assert out is not None
+        assert out.num_preempted == 0
     rig.run()
     assert list(rig.finished) == ["within", "eldest", "over"]
     assert {name: tuple(got) for name, got in rig.tokens.items()} == {
@@ -188,6 +192,57 @@ def test_a_waiting_seq_takes_its_credit_back_from_those_over_theirs():
     assert out.started == ("new",)
     rig.run()
     assert len(rig.finished) == 3
+
+
+def test_the_eldest_takes_from_those_within_their_credit_rather_than_wait():
+    """With nobody over credit behind it, the eldest still goes on at every step."""
+    rig = Rig(6)
+    rig.planner.add(make_spec("eldest", [0] * 4, 16, credit=1))
+    rig.planner.add(make_spec("within", [1] * 4, 12, credit=4))
+    for count in range(1, 17):
+        rig.step()
+        assert len(rig.tokens["eldest"]) == count
+    assert rig.planner.stats().preemptions > 0
+    rig.run()
+    assert tuple(rig.tokens["within"]) == fake_answer([1] * 4, 12)
+
+
+def test_the_eldest_takes_from_those_over_credit_first():
+    """A younger seq within its credit keeps its blocks as long as another behind is over."""
+    rig = Rig(8)
+    rig.planner.add(make_spec("eldest", [0] * 4, 16, credit=1))
+    rig.planner.add(make_spec("over", [1] * 8, 9, credit=1))
+    rig.planner.add(make_spec("within", [2] * 4, 12, credit=4))
+    while "eldest" not in rig.finished:
+        rig.step()
+    assert [seq for seq in rig.tokens if len(rig.tokens[seq]) >= 12] == ["eldest", "within"]
+
+
+def test_a_newcomer_does_not_take_the_block_that_a_running_seq_needs_next():
+    """It waits instead of being preempted as soon as it has started."""
+    rig = Rig(4)
+    rig.planner.add(make_spec("runs", [0] * 7, 5))
+    rig.step()
+    rig.planner.add(make_spec("new", [1] * 5, 2))
+    rig.run()
+    assert rig.planner.stats().preemptions == 0
+    assert list(rig.finished) == ["runs", "new"]
+
+
+def test_a_preempted_seq_goes_before_its_equals_in_the_line():
+    """What has run once resumes before what arrived earlier but never started."""
+    rig = Rig(5, seqs=1)
+    rig.planner.add(make_spec("runs", [0] * 4, 16))
+    rig.step()
+    rig.planner.add(make_spec("waits", [1] * 4, 1))
+    landed = make_spec("landed", [2] * 4, 3)
+    held = rig.planner.reserve(landed)
+    assert held is not None
+    rig.write_kv(landed.token_ids, held.block_ids)
+    rig.planner.land(landed.seq_id, FirstToken(index=0, token_id=fake_answer([2] * 4, 1)[0]))
+    rig.run()
+    assert rig.planner.stats().preemptions == 1
+    assert list(rig.finished) == ["runs", "landed", "waits"]
 
 
 def test_stop_token_is_reported_and_ends_the_seq():

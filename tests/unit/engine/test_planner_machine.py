@@ -17,6 +17,7 @@ from shared.messages import FirstToken, Stored
 from tests.unit.engine.helpers import BLOCK, Rig, make_spec
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=18) | st.integers(1, 18).map(lambda n: [0] * n)
+CREDITS = st.none() | st.integers(-2, 3)  # beyond the blocks that the prompt needs; None: no credit at all
 
 
 @dataclass
@@ -51,12 +52,12 @@ class PlannerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         sent=st.integers(0, 3),
         priority=st.integers(0, 1),
-        credit=st.integers(0, 6),
+        credit=CREDITS,
         prefill_only=st.booleans(),
         stops=st.booleans(),
     )
     def add(self, prompt, max_tokens, sent, priority, credit, prefill_only, stops) -> None:
-        known = self.make(prompt, max_tokens, sent, priority, 0 if prefill_only else credit, prefill_only, stops)
+        known = self.make(prompt, max_tokens, sent, priority, None if prefill_only else credit, prefill_only, stops)
         if known:
             self.planner.add(known.spec)
             self.known[known.spec.seq_id] = known
@@ -66,7 +67,7 @@ class PlannerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(2, 12),
         sent=st.integers(0, 3),
         priority=st.integers(0, 1),
-        credit=st.integers(0, 8),
+        credit=CREDITS,
     )
     def reserve(self, prompt, max_tokens, sent, priority, credit) -> None:
         known = self.make(prompt, max_tokens, sent, priority, credit, False, False)
@@ -214,7 +215,7 @@ class PlannerMachine(RuleBasedStateMachine):
             max_tokens,
             sent=sent,
             stop=stop,
-            credit=credit,
+            credit=0 if credit is None else max(0, credit + -(-(len(prompt) + sent) // BLOCK)),
             priority=priority,
             prefill_only=prefill_only,
         )
@@ -288,5 +289,5 @@ class PlannerMachine(RuleBasedStateMachine):
         return (self.rig.pool.census(), self.rig.pool.promised, stats, self.rig.pool.hashes())
 
 
-PlannerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+PlannerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
 test_planner_machine = PlannerMachine.TestCase
