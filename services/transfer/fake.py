@@ -4,22 +4,20 @@ Deterministic: no socket, no thread, no time but the clock handed in. Faults are
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import anyio
 import anyio.lowlevel
 import numpy as np
-from anyio.abc import TaskStatus
 
 from services.transfer.landing import Routes, Ticket
 from services.transfer.links import check_hello
 from services.transfer.reader import TransferReader
 from services.transfer.region import Region
 from services.transfer.session import Identity, Sending, Session
-from services.transfer.source import TransferSource
-from services.transfer.stats import ReaderStats, SourceStats
+from services.transfer.source import Service, TransferSource
+from services.transfer.stats import ReaderStats
 from services.transfer.wire import LinkLost
 from shared.clock import Clock
 from shared.config import TransferConfig
@@ -52,13 +50,6 @@ class Faults:
     delay_s: float = 0.0  # per block, on the network's clock
 
 
-@dataclass(frozen=True, slots=True)
-class _Service:
-    region: Region
-    stats: SourceStats
-    new_session: Callable[[], Session]
-
-
 class FakeNetwork:
     """Where fake sources and readers meet. Owner of the faults and of the count of blocks moved."""
 
@@ -66,7 +57,7 @@ class FakeNetwork:
         self.clock = clock
         self.faults = faults or Faults()
         self.num_moved = 0
-        self.services: dict[str, _Service] = {}
+        self.services: dict[str, Service] = {}
         self._links: list[FakeLink] = []
 
     def source(
@@ -82,12 +73,12 @@ class FakeNetwork:
         stats = ReaderStats(block_bytes=region.block_bytes)
         return TransferReader(region, config, self.clock, offload, dialer, stats)
 
-    def link(self, service: _Service, session: Session, num_blocks: int) -> "FakeLink":
+    def link(self, service: Service, session: Session, num_blocks: int) -> "FakeLink":
         link = FakeLink(self, service, session, num_blocks)
         self._links.append(link)
         return link
 
-    def cut(self, service: _Service | None = None) -> None:
+    def cut(self, service: Service | None = None) -> None:
         """Break the connections, all or those of one service."""
         for link in self._links:
             if service is None or link.service is service:
@@ -102,24 +93,18 @@ class FakeDoor:
         self._network, self._name = network, name
 
     def endpoint(self) -> Endpoint:
-        assert self._name in self._network.services, "not serving"
         return Endpoint(host=self._name, port=1)
 
-    async def serve(
-        self,
-        region: Region,
-        stats: SourceStats,
-        new_session: Callable[[], Session],
-        *,
-        task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
-    ) -> None:
+    def open(self, service: Service) -> None:
         assert self._name not in self._network.services
-        service = self._network.services[self._name] = _Service(region, stats, new_session)
-        try:
-            task_status.started()
-            await anyio.sleep_forever()
-        finally:
-            del self._network.services[self._name]
+        self._network.services[self._name] = service
+
+    async def serve(self) -> None:
+        await anyio.sleep_forever()
+
+    def close(self) -> None:
+        service = self._network.services.pop(self._name, None)
+        if service is not None:
             self._network.cut(service)
 
 
@@ -152,7 +137,7 @@ class FakeLink:
 
     transport: Literal["shm", "tcp", "fake"] = "fake"
 
-    def __init__(self, network: FakeNetwork, service: _Service, session: Session, num_blocks: int) -> None:
+    def __init__(self, network: FakeNetwork, service: Service, session: Session, num_blocks: int) -> None:
         self._network, self.service, self._session = network, service, session
         self.num_blocks = num_blocks
         self.mapped: np.ndarray | None = None

@@ -2,18 +2,17 @@
 
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import anyio
 import anyio.lowlevel
 import structlog
-from anyio.abc import TaskStatus
 
 from services.transfer.frames import frame, read_frame, reader_messages
 from services.transfer.region import Region
-from services.transfer.session import Sending, Session
-from services.transfer.stats import SourceStats
+from services.transfer.session import Sending
+from services.transfer.source import Service
 from services.transfer.wire import SLICE_BYTES, LinkLost, Listener, Wire, host_id, listen_tcp, listen_unix
 from shared.clock import Clock
 from shared.config import TransferConfig
@@ -22,6 +21,7 @@ from shared.ids import BlockId
 from shared.messages import Data, Endpoint, Refused
 
 MAX_CONNECTIONS = 1024
+_FILLER = memoryview(bytes(SLICE_BYTES))
 
 log = structlog.get_logger("transfer.source")
 
@@ -38,49 +38,50 @@ class SocketDoor:
         self._host, self._port, self._run_dir, self._name = host, port, run_dir, name
         self._config, self._clock = config, clock
         self._endpoint: Endpoint | None = None
+        self._service: Service | None = None
+        self._listeners: list[Listener] = []
+        self._private = ExitStack()
+
+    def open(self, service: Service) -> None:
+        """:raises OSError: the tcp address is taken or not ours."""
+        assert self._endpoint is None
+        self._service = service
+        tcp = listen_tcp(self._host, self._port)
+        self._listeners.append(tcp)
+        unix = self._listen_unix(service.region)
+        if unix is not None:
+            self._listeners.append(unix)
+        path = unix.path if unix is not None else ""
+        self._endpoint = Endpoint(host=self._host, port=tcp.port, shm_path=path, host_id=host_id())
+
+    def close(self) -> None:
+        self._endpoint = None
+        while self._listeners:
+            self._listeners.pop().close()
+        self._private.close()
 
     def endpoint(self) -> Endpoint:
         assert self._endpoint is not None, "not serving"
         return self._endpoint
 
-    async def serve(
-        self,
-        region: Region,
-        stats: SourceStats,
-        new_session: Callable[[], Session],
-        *,
-        task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
-    ) -> None:
-        """:raises OSError: the tcp address is taken or not ours."""
-        with tempfile.TemporaryDirectory(prefix="baton-") as private:
-            tcp = listen_tcp(self._host, self._port)
-            unix = self._listen_unix(region, Path(self._run_dir or private))
-            self._endpoint = Endpoint(
-                host=self._host, port=tcp.port, shm_path=unix.path if unix else "", host_id=host_id()
-            )
-            try:
-                async with anyio.create_task_group() as tg:
-                    for listener in filter(None, (tcp, unix)):
-                        tg.start_soon(self._accept, listener, region, stats, new_session)
-                    task_status.started()
-            finally:
-                self._endpoint = None
-                for listener in filter(None, (tcp, unix)):
-                    listener.close()
+    async def serve(self) -> None:
+        assert self._service is not None, "serve needs open"
+        async with anyio.create_task_group() as tg:
+            for listener in self._listeners:
+                tg.start_soon(self._accept, listener, self._service)
 
-    def _listen_unix(self, region: Region, folder: Path) -> Listener | None:
+    def _listen_unix(self, region: Region) -> Listener | None:
         if region.fd < 0 or "shm" not in self._config.transports or not host_id():
             return None
+        folder = self._run_dir or self._private.enter_context(tempfile.TemporaryDirectory(prefix="baton-"))
         try:
-            return listen_unix(str(folder / f"{self._name}.sock"))
+            return listen_unix(str(Path(folder) / f"{self._name}.sock"))
         except OSError as exc:
-            log.warning("transfer.no_shm", folder=str(folder), reason=str(exc))
+            log.warning("transfer.no_shm", folder=folder, reason=str(exc))
             return None
 
-    async def _accept(
-        self, listener: Listener, region: Region, stats: SourceStats, new_session: Callable[[], Session]
-    ) -> None:
-        fd = region.fd if listener.path else -1
+    async def _accept(self, listener: Listener, service: Service) -> None:
+        fd = service.region.fd if listener.path else -1
         async with anyio.create_task_group() as tg:
             while True:
                 try:
@@ -89,23 +90,21 @@ class SocketDoor:
                     log.warning("transfer.accept_failed", reason=str(exc))
                     await self._clock.sleep(0.1)
                     continue
-                if stats.connections >= MAX_CONNECTIONS:
-                    stats.refused += 1
+                if service.stats.connections >= MAX_CONNECTIONS:
+                    service.stats.refused += 1
                     wire.close()
                     continue
-                connection = _Connection(wire, new_session(), region, fd, stats, self._config.connect_timeout_s)
+                connection = _Connection(wire, service, fd, self._config.connect_timeout_s)
                 tg.start_soon(connection.run)
 
 
 class _Connection:
     """One reader's connection: a task that reads messages, a task that sends what the session gives out."""
 
-    def __init__(
-        self, wire: Wire, session: Session, region: Region, fd: int, stats: SourceStats, hello_timeout_s: float
-    ) -> None:
-        self._wire, self._session, self._region = wire, session, region
-        self._fd, self._stats, self._hello_timeout_s = fd, stats, hello_timeout_s
-        self._filler = memoryview(bytes(min(SLICE_BYTES, region.block_bytes)))
+    def __init__(self, wire: Wire, service: Service, fd: int, hello_timeout_s: float) -> None:
+        self._wire, self._session = wire, service.new_session()
+        self._region, self._stats = service.region, service.stats
+        self._fd, self._hello_timeout_s = fd, hello_timeout_s
 
     async def run(self) -> None:
         self._stats.connections += 1
@@ -189,7 +188,7 @@ class _Connection:
             if sending.offer.is_open:
                 count = self._wire.send_now(view[num_sent:end])
             else:
-                count = self._wire.send_now(self._filler[: end - num_sent])
+                count = self._wire.send_now(_FILLER[: end - num_sent])
                 num_filler += count
             num_sent += count
             if not count:

@@ -11,6 +11,7 @@ Example, inside a worker's task group:
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import anyio
@@ -26,6 +27,15 @@ from shared.ids import AttemptId, Incarnation, RequestId
 from shared.messages import Endpoint
 
 
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What a door opens to."""
+
+    region: Region
+    stats: SourceStats
+    new_session: Callable[[], Session]  # one per connection
+
+
 class Door(Protocol):
     """Where connections come in: sockets, or the in-memory fake."""
 
@@ -33,16 +43,18 @@ class Door(Protocol):
         """Where readers find it. Only while it is open."""
         ...
 
-    async def serve(
-        self,
-        region: Region,
-        stats: SourceStats,
-        new_session: Callable[[], Session],
-        *,
-        task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
-    ) -> None:
-        """Serve one session per connection until cancelled. Started = open."""
+    def open(self, service: Service) -> None:
+        """From here on readers can connect; they are served once `serve` runs.
+
+        :raises OSError: the address is taken or not ours.
+        """
         ...
+
+    async def serve(self) -> None:
+        """Serve until cancelled."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class TransferSource:
@@ -73,11 +85,13 @@ class TransferSource:
         :raises OSError: the address is taken or not ours.
         """
         try:
+            self._door.open(Service(self._region, self._stats, self._new_session))
             async with anyio.create_task_group() as tg:
-                await tg.start(self._door.serve, self._region, self._stats, self._new_session)
+                tg.start_soon(self._door.serve)
                 tg.start_soon(self._tend)
                 task_status.started()
         finally:
+            self._door.close()
             self._book.close("source shut down")
 
     def endpoint(self) -> Endpoint:

@@ -73,7 +73,7 @@ class Run:
             await anyio.lowlevel.checkpoint()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.tuples(ACTIONS, st.integers(0, NUM_REQUESTS - 1)), max_size=50),
     st.frozensets(st.integers(0, 40), max_size=3),
