@@ -156,19 +156,25 @@ class Streams:
         """Drain events, for as long as the gateway lives."""
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
-            while True:
-                try:
-                    events = await self._port.next_events()
-                except BatonError as exc:
-                    await self._lost_bus(exc)
-                    continue
-                now = self._clock.now()
-                for event in events:
-                    self._deliver(event, now)
+            try:
+                while True:
+                    await self._drain_once()
+            finally:
+                self._tasks = None
 
-    async def _lost_bus(self, exc: BatonError) -> None:
+    async def _drain_once(self) -> None:
+        try:
+            events = await self._port.next_events()
+        except Exception as exc:  # mostly BusError; and a gateway that does not drain would hang every client
+            await self._lost_bus(exc)
+            return
+        now = self._clock.now()
+        for event in events:
+            self._deliver(event, now)
+
+    async def _lost_bus(self, exc: Exception) -> None:
         """The bus retries by itself; where it gives up, so do the requests that wait."""
-        log.error("events cannot be read", error=str(exc), num_failed=len(self._streams))
+        log.error("events cannot be read", error=repr(exc), num_failed=len(self._streams))
         for stream in list(self._streams.values()):
             stream.fail("the token stream was lost")
         await self._clock.sleep(RETRY_S)

@@ -16,9 +16,8 @@ from shared.clock import ManualClock
 from shared.config import GatewayConfig
 from shared.ids import Incarnation
 from shared.model_path import resolve
-from shared.offload import InlineOffload
 from shared.randomness import SeededRandomness
-from tests.unit.gateway.fakes import FakePort, Recorder
+from tests.unit.gateway.fakes import CountingOffload, FakePort, Recorder
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +33,7 @@ class Gateway:
     port: FakePort
     clock: ManualClock
     observer: Recorder
+    offload: CountingOffload
     tokenizer: Tokenizer
 
     @asynccontextmanager
@@ -61,7 +61,7 @@ class Gateway:
 
 @pytest.fixture
 def gateway(tokenizer: Tokenizer, anyio_backend: str) -> Gateway:
-    port, clock, observer = FakePort(), ManualClock(1000.0), Recorder()
+    port, clock, observer, offload = FakePort(), ManualClock(1000.0), Recorder(), CountingOffload()
     app = build_app(
         port=port,
         tokenizer=tokenizer,
@@ -70,7 +70,7 @@ def gateway(tokenizer: Tokenizer, anyio_backend: str) -> Gateway:
         config=GatewayConfig(max_body_bytes=1 << 20),
         clock=clock,
         randomness=SeededRandomness(7),
-        offload=InlineOffload(),
+        offload=offload,
         observer=observer,
     )
-    return Gateway(app, port, clock, observer, tokenizer)
+    return Gateway(app, port, clock, observer, offload, tokenizer)

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 
@@ -11,6 +11,9 @@ from services.gateway.ports import Admission, NullObserver, RequestSummary
 from shared.errors import BusError
 from shared.ids import Incarnation, RequestId, WorkerId
 from shared.messages import Finished, FinishReason, GatewayMsg, GenerateRequest, Registration, Role, Tokens
+from shared.offload import InlineOffload
+
+T = TypeVar("T")
 
 
 def worker(role: Role = "decode", max_model_len: int = 2048) -> Registration:
@@ -140,3 +143,14 @@ class Recorder(NullObserver):
     def of(self, name: str) -> list[Any]:
         """The arguments of every call of one method, in order."""
         return [args for kind, args in self.seen if kind == name]
+
+
+@dataclass
+class CountingOffload(InlineOffload):
+    """Remembers which functions were sent off the event loop."""
+
+    names: list[str] = field(default_factory=list)
+
+    async def run(self, fn: Callable[..., T], *args: object) -> T:
+        self.names.append(fn.__name__)
+        return await super().run(fn, *args)

@@ -11,7 +11,7 @@ import pytest
 from shared.hashing import block_hashes, chain_root
 from shared.messages import Finished, Tokens
 from tests.unit.gateway.conftest import Gateway
-from tests.unit.gateway.fakes import answer
+from tests.unit.gateway.fakes import answer, worker
 
 pytestmark = pytest.mark.anyio
 TEXT = "Hello 🦜 there, END of it"
@@ -267,3 +267,17 @@ async def test_each_finished_request_is_observed(gateway: Gateway):
     assert (summary.num_output_tokens, summary.num_cached_tokens, summary.reason) == (3, 1, "length")
     assert gateway.observer.of("admitted") == [len(gateway.ids("hi"))]
     assert len(gateway.app.state.streams) == 0
+
+
+async def test_large_inputs_are_handled_off_the_event_loop(gateway: Gateway):
+    """A large body is decoded and a long text tokenised elsewhere; small ones are not worth it."""
+    gateway.port.script = answer([5])
+    gateway.port.live = [worker("decode", 100_000)]
+    async with gateway.client() as client:
+        await complete(client, prompt="word " * 100)
+        assert gateway.offload.names == []
+        await complete(client, prompt="word " * 5_000)
+        assert gateway.offload.names == ["_tokens"]
+        await complete(client, prompt="word " * 50_000)
+        assert gateway.offload.names == ["_tokens", "_decode", "_tokens"]
+    assert len(gateway.port.admitted[2].token_ids) == 50_001

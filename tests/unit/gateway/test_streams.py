@@ -221,7 +221,8 @@ async def test_a_bad_event_fails_its_request_and_the_drain_goes_on():
         assert drain(theirs)[0] == [20]
 
 
-async def test_a_lost_bus_fails_the_open_requests_and_the_drain_comes_back():
+@pytest.mark.parametrize("error", [BusError("away"), ValueError("a bug")], ids=lambda e: type(e).__name__)
+async def test_a_lost_bus_fails_the_open_requests_and_the_drain_comes_back(error: Exception):
     """Nobody waits for ever; what is asked later is served."""
 
     class Flaky(FakePort):
@@ -230,7 +231,7 @@ async def test_a_lost_bus_fails_the_open_requests_and_the_drain_comes_back():
         async def next_events(self) -> list[GatewayMsg]:
             if self.failures and self.admitted:
                 self.failures = 0
-                raise BusError("away")
+                raise error
             return await super().next_events()
 
     port = Flaky()
