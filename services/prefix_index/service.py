@@ -18,6 +18,7 @@ from shared.errors import BusError
 from shared.health import Probes, serve_http
 from shared.ids import Incarnation
 from shared.keys import Keys
+from shared.lazy_reader import LazyReader
 from shared.messages import KvEvents, MatchQuery, MatchReply, ResendKv, WorkerGone
 from shared.metrics import Metrics
 from shared.process import Process
@@ -43,7 +44,7 @@ class IndexService:
 
     def __init__(self, bus: Bus, keys: Keys, workers: Workers, clock: Clock, config: PrefixIndexConfig) -> None:
         self._bus, self._keys, self._workers, self._clock = bus, keys, workers, clock
-        self._reader = bus.reader(keys.kv(), keys.index())
+        self._reader = LazyReader(bus.reader(keys.kv(), keys.index()), clock)
         self._asked: dict[Incarnation, float] = {}  # worker -> when it was asked to resend
         self._looked = float("-inf")
         self._progress = clock.now()
@@ -62,8 +63,7 @@ class IndexService:
                     started()
                 deliveries = deliveries or await self._reader.next(LOOK_EVERY_S)
                 await self.take(deliveries)
-                if deliveries:
-                    await self._reader.ack(deliveries)
+                self._reader.ack(deliveries)
                 deliveries = []
                 await self._look_around()
                 self._progress = self._clock.now()

@@ -2,8 +2,8 @@
 by small ones; what does not fit now is tried again when credit comes back, a worker joins, or a heartbeat passes."""
 
 from collections.abc import Sequence
-from typing import Literal
 
+import anyio
 import structlog
 
 from services.scheduler.hints import Hits, PrefixHints
@@ -17,7 +17,7 @@ from shared.clock import Clock
 from shared.config import SchedulerConfig
 from shared.errors import BusError
 from shared.ids import AttemptId
-from shared.leases import Dispatch
+from shared.leases import Dispatch, DispatchAnswer
 from shared.messages import DecodeTask, PrefillTask, SourceRef
 from shared.randomness import Randomness
 
@@ -26,8 +26,6 @@ log = structlog.get_logger(__name__)
 MAX_WINDOW = 32
 """Requests whose prefixes are asked for at once. The window starts at one and doubles with each success, so that a full
 system does not ask for many to place one."""
-
-Outcome = Literal["gone", "again", "full"]
 
 
 class Dispatcher:
@@ -104,50 +102,89 @@ class Dispatcher:
         return place(waiting.demand, self._ledger.candidates(), hits, self._config)
 
     async def _ask(self, heads: Sequence[Waiting]) -> list[Hits]:
-        """Hits of each, where they could change a decision: a short prompt stays on decode in any case."""
+        """Hits of each, where they could change a decision: a short prompt stays on decode in any case, and a lone
+        worker gets everything."""
+        if self._ledger.num_workers < 2:
+            return [{} for _ in heads]
         shortest = self._config.min_handoff_tokens
         prompts = [w.block_hashes if w.demand.num_prompt_tokens >= shortest else () for w in heads]
         return await self._hints.ask(prompts, self._ledger.fingerprints())
 
     async def _dispatch_all(self, heads: Sequence[Waiting], hits: Sequence[Hits]) -> bool:
-        """Serve the heads in order. False: stopped at one that does not fit. One refusal by Redis is answered with a
-        fresh look at the workers, a second one with patience."""
+        """Serve the heads in order. False: stopped at one that does not fit. Whom Redis refuses is placed once more
+        after a fresh look at the workers, then patience is due."""
+        placed, all_fit = await self._place_all(heads, hits)
+        refused = await self._send(placed)
+        if not refused:
+            return all_fit
+        await self._refresh()
+        known = {waiting.request_id: h for waiting, h in zip(heads, hits, strict=True)}
+        placed, all_fit = await self._place_all(refused, [known[waiting.request_id] for waiting in refused])
+        self.refresh_wanted = bool(await self._send(placed))
+        return all_fit and not self.refresh_wanted
+
+    async def _place_all(
+        self, heads: Sequence[Waiting], hits: Sequence[Hits]
+    ) -> tuple[list[tuple[Waiting, Placement]], bool]:
+        """Place in order, each one booked before the next is placed; whether all of them fit. Fails those that never
+        will."""
+        out: list[tuple[Waiting, Placement]] = []
         for waiting, known in zip(heads, hits, strict=True):
             if self._waiting.epoch_of(waiting.request_id) != waiting.epoch:
                 continue  # ended meanwhile
-            outcome = await self._serve(waiting, known)
-            if outcome == "again":
-                await self._refresh()
-                outcome = await self._serve(waiting, known)
-            if outcome != "gone":
-                self.refresh_wanted = True
-                return False
-        return True
+            placed = self._place(waiting, known)
+            if placed is None:
+                return out, False
+            if isinstance(placed, Unplaceable):
+                await self._fail(waiting, placed.reason)
+                continue
+            self._ledger.take(waiting.request_id, waiting.epoch, placed)
+            out.append((waiting, placed))
+        return out, True
 
-    async def _serve(self, waiting: Waiting, hits: Hits) -> Outcome:
-        placed = self._place(waiting, hits)
-        if placed is None:
-            return "full"
-        if isinstance(placed, Unplaceable):
-            await self._fail(waiting, placed.reason)
-            return "gone"
-        self._ledger.take(waiting.request_id, waiting.epoch, placed)
-        answer = await self._requests.dispatch(self._dispatch_of(waiting, placed))
-        if answer != "dispatched":
-            self._ledger.forget(waiting.request_id, before_epoch=waiting.epoch + 1)
-            self.refresh_wanted = True
-        match answer:
-            case "dispatched":
-                self._note(waiting, placed)
-                return "gone"
-            case "stale":
-                self._drop(waiting)
-                return "gone"
-            case "no_credit" | "worker_gone":
-                log.info("dispatch.refused", request_id=waiting.request_id, why=answer, decode=placed.decode)
-                return "again"
-            case "deposed":
+    async def _send(self, batch: Sequence[tuple[Waiting, Placement]]) -> list[Waiting]:
+        """Dispatch all at once, so that Redis syncs its log once for many; who was refused for want of a worker or its
+        credit.
+
+        :raises BusError: some got no answer; they stay queued.
+        :raises Deposed: another scheduler leads.
+        """
+        answers: list[DispatchAnswer | BusError] = [BusError("not sent")] * len(batch)
+
+        async def one(position: int) -> None:
+            try:
+                answers[position] = await self._requests.dispatch(self._dispatch_of(*batch[position]))
+            except BusError as exc:
+                answers[position] = exc
+
+        async with anyio.create_task_group() as tasks:
+            for position in range(len(batch)):
+                tasks.start_soon(one, position)
+        pairs = list(zip(batch, answers, strict=True))
+        refused = [waiting for (waiting, placed), answer in pairs if not self._settle(waiting, placed, answer)]
+        for answer in answers:
+            if isinstance(answer, BusError):
+                raise answer
+            if answer == "deposed":
                 raise Deposed(f"another scheduler leads since term {self._term}")
+        return refused
+
+    def _settle(self, waiting: Waiting, placed: Placement, answer: DispatchAnswer | BusError) -> bool:
+        """Book Redis' answer. False: the request still waits and may be placed again at once. Without an answer, both
+        queue and ledger keep it, as either may be right."""
+        if answer == "dispatched":
+            self._note(waiting, placed)
+            return True
+        if isinstance(answer, BusError):
+            return True
+        self._ledger.forget(waiting.request_id, before_epoch=waiting.epoch + 1)
+        self.refresh_wanted = True
+        if answer == "stale":
+            self._drop(waiting)
+        if answer not in ("no_credit", "worker_gone"):
+            return True
+        log.info("dispatch.refused", request_id=waiting.request_id, why=answer, decode=placed.decode)
+        return False
 
     def _note(self, waiting: Waiting, placed: Placement) -> None:
         self._drop(waiting)

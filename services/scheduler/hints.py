@@ -17,6 +17,7 @@ from shared.clock import Clock
 from shared.errors import BusError
 from shared.ids import BlockCount, BlockHash, Incarnation
 from shared.keys import Keys
+from shared.lazy_reader import LazyReader
 from shared.messages import MatchQuery, MatchReply
 
 log = structlog.get_logger(__name__)
@@ -77,18 +78,18 @@ class PrefixHints:
 
     async def listen(self) -> None:
         """Take in answers, for ever."""
-        reader = self._bus.reader(self._keys.reply(self._incarnation))
+        reader = LazyReader(self._bus.reader(self._keys.reply(self._incarnation)), self._clock)
         while True:
             try:
                 deliveries = await reader.next()
                 self._take(deliveries)
-                await reader.ack(deliveries)
+                reader.ack(deliveries)
             except BusError as exc:
                 log.warning("hints.paused", error=str(exc))
                 await self._clock.sleep(PROBE_EVERY_S)
 
     def _take(self, deliveries: Sequence[Delivery]) -> None:
-        if self._silent:
+        if self._silent and deliveries:
             log.info("index.answers_again")
             self._silent = False
         for delivery in deliveries:

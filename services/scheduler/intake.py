@@ -17,6 +17,7 @@ from shared.bus import Bus, Delivery
 from shared.clock import Clock
 from shared.errors import BusError
 from shared.keys import Keys
+from shared.lazy_reader import LazyReader
 from shared.messages import (
     Admitted,
     CreditFreed,
@@ -47,7 +48,7 @@ class Intake:
         wakeup: Wakeup,
         clock: Clock,
     ) -> None:
-        self._reader = bus.reader(keys.sched())
+        self._reader = LazyReader(bus.reader(keys.sched()), clock)
         self._requests, self._ledger, self._waiting = requests, ledger, waiting
         self._dispatcher, self._wakeup, self._clock = dispatcher, wakeup, clock
         self._synced = float("-inf")
@@ -60,8 +61,7 @@ class Intake:
             try:
                 deliveries = deliveries or await self._reader.next(RESYNC_EVERY_S)
                 await self.take(deliveries)
-                if deliveries:
-                    await self._reader.ack(deliveries)
+                self._reader.ack(deliveries)
                 deliveries = []
                 if self._resync_due():
                     await self.resync()

@@ -116,7 +116,7 @@ class Ledger:
                 theirs.discard((request_id, known.epoch))
             elif known.number is not None and known.number <= confirmed:
                 self._not_held(request_id, known, incarnation)
-        load.num_inherited = len(theirs - {(r, known.epoch) for r, known in self._in_flight.items()})
+        load.num_inherited = sum(self.epoch_of(request_id) != epoch for request_id, epoch in theirs)
 
     def _not_held(self, request_id: RequestId, known: _InFlight, incarnation: Incarnation) -> None:
         if incarnation == known.placement.decode:

@@ -94,6 +94,7 @@ async def test_questions_of_one_asker_are_answered_together() -> None:
             MatchReply(query_id=1, num_blocks={"a": 2}),
             MatchReply(query_id=2, num_blocks={}),
         )
+        await rig.advance(1)
         assert rig.bus.depth(rig.keys.kv()) == rig.bus.depth(rig.keys.index()) == 0
         tasks.cancel_scope.cancel()
 

@@ -27,7 +27,7 @@ class Desk:
         reader = self.scheduler.intake._reader
         deliveries = await reader.next(0)
         await self.scheduler.intake.take(deliveries)
-        await reader.ack(deliveries)
+        reader.ack(deliveries)
         await self.scheduler.dispatcher.pump()
         self.scheduler.ledger.check()
 

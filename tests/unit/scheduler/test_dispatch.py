@@ -6,8 +6,9 @@ from services.scheduler.intake import RESYNC_EVERY_S
 from services.scheduler.ports import Deposed
 from shared.capability import verify
 from shared.clock import ManualClock
+from shared.errors import BusError
 from shared.ids import Incarnation, RequestId
-from shared.messages import Ended, WorkerDraining
+from shared.messages import CreditFreed, Ended, WorkerDraining
 from tests.unit.scheduler.cell import Cell, registration_of, request_of
 from tests.unit.scheduler.conftest import Desk
 
@@ -146,8 +147,39 @@ async def test_credit_taken_by_others_is_found_out(cell: Cell, desk: Desk) -> No
     assert cell.order == ["a"]
     assert cell.calls["dispatch"] == 2
     cell.fleet[Incarnation("d0")].taken = 0
+    await cell.bus.publish(cell.keys.sched(), CreditFreed(incarnation=Incarnation("d0")))
     await desk.step()
     assert cell.order == ["a", "b"]
+
+
+async def test_a_dispatch_without_an_answer_is_sent_again(cell: Cell, desk: Desk) -> None:
+    """Redis lost in the middle of a window: whoever was dispatched is not dispatched twice, the others follow."""
+    await cell.join(registration_of("d0", "decode", num_blocks=1000))
+    await cell.join(registration_of("d1", "decode", num_blocks=1000))
+    await desk.start()
+    real, answered = cell.dispatch, 0
+
+    async def flaky(d):
+        nonlocal answered
+        answered += 1
+        if answered == 3:
+            raise BusError("never arrived")
+        answer = await real(d)
+        if answered == 2:
+            raise BusError("arrived, but the answer was lost")
+        return answer
+
+    cell.dispatch = flaky  # type: ignore[method-assign]
+    for i in range(6):
+        await cell.admit(request_of(f"r{i}"))
+    with pytest.raises(BusError):
+        await desk.step()
+    cell.dispatch = real  # type: ignore[method-assign]
+    await desk.step()
+    assert sorted(cell.order) == [f"r{i}" for i in range(6)]
+    assert desk.scheduler.stats().num_waiting == 0
+    for worker in cell.fleet.values():
+        assert worker.taken == 5 * len(worker.held)
 
 
 async def test_a_vanished_worker_is_replaced_at_once(cell: Cell, desk: Desk) -> None:
@@ -256,6 +288,7 @@ async def test_a_restart_finds_queue_and_load(cell: Cell, desk: Desk, clock: Man
     await cell.admit(request_of("late"))
     with pytest.raises(Deposed):
         await desk.step()
+    await desk.scheduler.intake._reader.flush()
     await second.step()
     assert not cell.placed("late")  # the first one consumed the message and died of it
     clock.advance(RESYNC_EVERY_S)

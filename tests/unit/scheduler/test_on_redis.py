@@ -78,7 +78,7 @@ class Live:
 
 async def until(check: Callable[[], bool]) -> None:
     with anyio.fail_after(5):
-        while not check():  # noqa: ASYNC110: nothing to wait for but a number
+        while not check():  # noqa: ASYNC110
             await anyio.sleep(0.005)
 
 
