@@ -36,6 +36,8 @@ class LlamaModel:
             attended = self._attend(layer, x, cos, sin, batch, pool[:, :, i], num_threads)
             x += linear(attended, layer.o)
             x += self._mlp(layer, x)
+        if not len(batch.logit_rows):  # chunks that are not the last sample nothing
+            return torch.empty(0, self.spec.vocab_size)
         last = x[batch.logit_rows]
         normed = torch.empty_like(last)
         ops.rms_norm(normed, last, weights.norm, spec.rms_eps)

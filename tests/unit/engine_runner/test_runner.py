@@ -81,6 +81,14 @@ def test_tokens_come_back_aligned_with_the_plan(model: LlamaModel):
     assert len(alone) == 1
 
 
+def test_a_step_of_chunks_alone_samples_nothing(model: LlamaModel):
+    """No prompt is complete in it; the next step goes on from its KV."""
+    runner, _ = make(model)
+    want = runner.run(step(item(PROMPT, 0, blocks(0, 1, 2)))).sampled
+    assert runner.run(step(item(PROMPT[:12], 0, blocks(4, 5), temperature=None))).sampled == ((),)
+    assert runner.run(step(item(PROMPT[12:], 12, blocks(4, 5, 6)))).sampled == want
+
+
 def test_a_plan_without_rows_copies_and_digests(model: LlamaModel):
     """Copies happen before digests; other blocks keep their bytes."""
     runner, region = make(model)
