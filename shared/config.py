@@ -47,7 +47,8 @@ class GatewayConfig(Section, frozen=True):
 
 
 class SchedulerConfig(Section, frozen=True):
-    port: int = 0  # health and metrics; 0 = any free port
+    host: str = "127.0.0.1"  # health and metrics
+    port: int = 0  # 0 = any free port
     min_handoff_tokens: int = 17  # fewer uncached prompt tokens than this stay on the decode worker
     growth_tokens: int = 128  # decode credit taken beyond the prompt, at most
     max_attempts: int = 3
@@ -56,7 +57,8 @@ class SchedulerConfig(Section, frozen=True):
 
 
 class PrefixIndexConfig(Section, frozen=True):
-    port: int = 0
+    host: str = "127.0.0.1"  # health and metrics
+    port: int = 0  # 0 = any free port
     max_blocks: int = 4_000_000  # entries over all workers; the oldest worker's go first
 
 
