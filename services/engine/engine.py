@@ -4,6 +4,7 @@ Everything but `step` is synchronous and may be called while a step runs; the pl
 """
 
 import anyio
+import structlog
 
 from services.engine.planner import Planner
 from services.engine.progress import check_result
@@ -21,6 +22,8 @@ from shared.clock import Clock
 from shared.ids import BlockHash
 from shared.messages import FirstToken, Removed, Stored
 from shared.offload import Offload
+
+log = structlog.get_logger(__name__)
 
 
 class Engine:
@@ -113,6 +116,7 @@ class Engine:
             check_result(plan, result)
         except Exception as exc:  # whatever a model or kernel may raise: this step's seqs pay, the others go on
             self._failed_steps += 1
+            log.exception("engine.step_failed", step=plan.step, num_tokens=plan.num_tokens)
             return self._planner.fail(plan, f"{type(exc).__name__}: {exc}")
         except BaseException:
             self._planner.fail(plan, "interrupted")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.model_path import resolve
 from tests.flow.stack import Stack
 from tests.models import make_tiny_llama
 from tests.oracle.oracle import Oracle, load_oracle
@@ -26,3 +27,9 @@ def pair(tiny_model: Path) -> Iterator[Stack]:
     """One prefill and one decode worker with the tiny model."""
     with Stack(prefill=1, decode=1, model__path=tiny_model, engine__num_blocks=400) as stack:
         yield stack
+
+
+@pytest.fixture(scope="session")
+def oracle_default() -> Oracle:
+    """`transformers` in fp32 with the embedded model, dequantised by its own code."""
+    return load_oracle(resolve(""))

@@ -64,7 +64,7 @@ def test_a_stop_string_across_token_borders_ends_the_text(
 
 async def test_forty_requests_of_mixed_length_at_once(pair: Stack, tiny_oracle: Oracle) -> None:
     """Each gets its own tokens, whoever its neighbours in the batch are."""
-    words = "the ship and storm of long night in to on user".split()
+    words = ["the", "ship", "and", "storm", "of", "long", "night", "in", "to", "on", "user"]
     prompts = [" ".join(words[(i * j) % 11] for j in range(1, 3 + 7 * i % 190)) for i in range(40)]
     answers: dict[int, httpx.Response] = {}
     async with httpx.AsyncClient(base_url=pair.url, timeout=120) as client:
