@@ -118,6 +118,19 @@ def test_parent_whose_child_is_held_goes_only_when_nothing_else_is_left():
     pool.check()
 
 
+def test_a_parent_that_got_a_child_while_idle_is_evicted_after_it():
+    """A block that was a leaf when it was released is none any more once a child of it is found."""
+    pool = BlockPool(4, 1)
+    parent = store(pool, 1)
+    later = pool.take(2)
+    assert later is not None
+    pool.release(parent)
+    for block, (digest, above) in zip(later, chain(1, 2), strict=True):
+        pool.fill(block, digest, above)
+    pool.release(later)
+    assert pool.take(4) == [later[0], BlockId(3), later[1], parent[0]]
+
+
 def test_the_first_of_two_equal_blocks_keeps_the_hash():
     """A duplicate carries no map entry and is free once released."""
     pool = BlockPool(2, 1)

@@ -213,9 +213,18 @@ def test_the_eldest_takes_from_those_over_credit_first():
     rig.planner.add(make_spec("eldest", [0] * 4, 16, credit=1))
     rig.planner.add(make_spec("over", [1] * 8, 9, credit=1))
     rig.planner.add(make_spec("within", [2] * 4, 12, credit=4))
-    while "eldest" not in rig.finished:
+    for count in range(1, 13):
         rig.step()
-    assert [seq for seq in rig.tokens if len(rig.tokens[seq]) >= 12] == ["eldest", "within"]
+        assert (len(rig.tokens["eldest"]), len(rig.tokens["within"])) == (count, count)
+    assert rig.planner.stats().preemptions == 1
+
+
+def test_more_credit_than_the_pool_has_still_starts():
+    """A promise is cut to the pool; the seq must not wait for blocks that do not exist."""
+    rig = Rig(4)
+    rig.planner.add(make_spec("s", range(6), 3, credit=100))
+    rig.run()
+    assert rig.finished == {"s": "length"}
 
 
 def test_a_newcomer_does_not_take_the_block_that_a_running_seq_needs_next():
