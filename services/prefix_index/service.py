@@ -147,7 +147,7 @@ async def serve(process: Process) -> None:
     metrics.stats(service.stats, counters=COUNTERS)
     probes = Probes(health=service.health, ready=lambda: (ready.is_set(), {}), metrics=metrics)
     async with anyio.create_task_group() as tasks:
-        port = await tasks.start(serve_http, "127.0.0.1", process.settings.index.port, probes)
+        port = await tasks.start(serve_http, process.settings.index.host, process.settings.index.port, probes)
         log.info("service.listening", port=port)
         tasks.start_soon(partial(service.run, started=ready.set))
         await process.stopping.wait()

@@ -99,7 +99,7 @@ class Intake:
             case WorkerDraining(incarnation=incarnation):
                 self._ledger.drain(incarnation)
             case WorkerJoined(incarnation=incarnation):
-                log.info("worker.joined", incarnation=incarnation)
+                log.info("worker.joined", worker=incarnation)
             case CreditFreed():
                 pass
         self._dispatcher.refresh_wanted = True

@@ -111,7 +111,7 @@ class Reaper:
         held = await self._workers.bury(incarnation)
         if held is None:
             return  # it came back just now
-        log.warning("worker.dead", incarnation=incarnation, held=len(held))
+        log.warning("worker.dead", worker=incarnation, held=len(held))
         self._ledger.bury(incarnation)
         for request_id, epoch in held:
             await self._requeue(request_id, epoch, "its worker died", lost=incarnation)

@@ -154,7 +154,7 @@ async def serve(process: Process) -> None:
     metrics.stats(scheduler.stats, counters=COUNTERS)
     probes = Probes(health=scheduler.health, ready=lambda: (ready.is_set(), {}), metrics=metrics)
     async with anyio.create_task_group() as tasks:
-        port = await tasks.start(serve_http, "127.0.0.1", settings.scheduler.port, probes)
+        port = await tasks.start(serve_http, settings.scheduler.host, settings.scheduler.port, probes)
         log.info("service.listening", port=port)
         tasks.start_soon(partial(scheduler.run, started=ready.set))
         await process.stopping.wait()
