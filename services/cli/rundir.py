@@ -57,6 +57,7 @@ class RunDir:
         self.path = (base or base_folder()) / str(port)
         self.logs = self.path / "logs"
         self.redis = self.path / "redis"
+        self.sockets = self.path / "sockets"
         self._state = self.path / "state.json"
         self._lock: int | None = None
 
@@ -71,7 +72,7 @@ class RunDir:
         :raises CommandError: another `up` holds it.
         """
         try:
-            for folder in (self.path, self.logs, self.redis):
+            for folder in (self.path, self.logs, self.redis, self.sockets):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as exc:
@@ -85,12 +86,22 @@ class RunDir:
                 f"Baton already runs on port {self.port}{pid}; './baton down --port {self.port}' stops it"
             ) from None
 
+    @property
+    def worker_sockets(self) -> str:
+        """Folder for the workers' own sockets; "" if its path leaves no room for their names."""
+        return str(self.sockets) if len(os.fsencode(self.sockets)) <= MAX_SOCKET_PATH - 40 else ""
+
     def socket_path(self, name: str) -> Path:
         """Where a unix socket goes: here, or in a private temporary folder if this path is too long for one."""
-        path = self.path / name
+        path = self.sockets / name
         if len(os.fsencode(path)) <= MAX_SOCKET_PATH:
             return path
         return Path(tempfile.mkdtemp(prefix="baton-")) / name
+
+    def clear_sockets(self) -> None:
+        """Sockets of an earlier run that was killed; only for the holder of the lock."""
+        for path in self.sockets.glob("*.sock"):
+            path.unlink(missing_ok=True)
 
     def load(self) -> RunState | None:
         try:

@@ -42,12 +42,17 @@ class Stack:
         binary = find_redis() if self.own_redis else None
         self.run_dir = RunDir(settings.gateway.port)
         self.run_dir.acquire()
+        self.run_dir.clear_sockets()
         check_free(settings.gateway.host, settings.gateway.port)
         specs: list[ServiceSpec] = []
         if binary:
             socket = self.run_dir.socket_path("redis.sock")
             settings = _with_redis(settings, f"unix://{socket}?db=0")
             specs.append(redis_spec(redis_argv(binary, self.run_dir.redis, socket), socket))
+        worker = msgspec.structs.replace(
+            settings.worker, run_dir=settings.worker.run_dir or self.run_dir.worker_sockets
+        )
+        settings = msgspec.structs.replace(settings, worker=worker)
         self.plan = StackPlan(
             settings=settings,
             num_prefill=options.prefill,

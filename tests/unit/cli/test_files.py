@@ -49,11 +49,22 @@ def test_a_second_stack_on_a_port_is_refused_by_name(tmp_path: Path):
 
 def test_a_long_path_gets_its_socket_elsewhere(tmp_path: Path):
     """A unix socket's path has a limit that a deep folder exceeds."""
-    assert RunDir(1, Path("/r")).socket_path("s") == Path("/r/1/s")
+    assert RunDir(1, Path("/r")).socket_path("s") == Path("/r/1/sockets/s")
+    assert RunDir(1, Path("/r")).worker_sockets == "/r/1/sockets"
     moved = RunDir(1, tmp_path / ("d" * 100)).socket_path("redis.sock")
     assert len(str(moved)) <= MAX_SOCKET_PATH
     assert moved.parent.stat().st_mode & 0o077 == 0
     moved.parent.rmdir()
+    assert RunDir(1, tmp_path / ("d" * 100)).worker_sockets == ""
+
+
+def test_sockets_of_a_killed_run_are_cleared(tmp_path: Path):
+    """Its names are random, so they would only pile up."""
+    run_dir = RunDir(8000, tmp_path)
+    run_dir.acquire()
+    run_dir.socket_path("old.sock").touch()
+    run_dir.clear_sockets()
+    assert not list(run_dir.sockets.iterdir())
 
 
 def fake_redis(folder: Path, text: str) -> Path:
