@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from services.engine.fake_runner import fake_answer
 from services.engine.seq import finish_reason
+from services.engine.types import StepResult
 from shared.messages import FirstToken, SamplingParams
 from tests.unit.engine.helpers import BLOCK, Rig, make_spec
 
@@ -262,6 +263,23 @@ def test_stop_token_is_reported_and_ends_the_seq():
     rig.run()
     assert tuple(rig.tokens["s"]) == answer
     assert rig.finished == {"s": "stop"}
+
+
+def test_more_tokens_than_one_are_cut_where_the_seq_ends():
+    """A step may yield several tokens per seq; what comes after the last one is not reported."""
+    rig = Rig(8)
+    rig.planner.add(make_spec("s", [1], 5))
+    rig.planner.add(make_spec("t", [2], 9, stop=(11,)))
+    plan = rig.planner.plan()
+    assert plan is not None
+    out = rig.planner.commit(plan, StepResult(((10, 11, 12), (10, 11, 12))))
+    assert [(o.index, o.token_ids, o.finish) for o in out.outputs] == [(0, (10, 11, 12), None), (0, (10, 11), "stop")]
+    plan = rig.planner.plan()
+    assert plan is not None
+    assert (plan.items[0].start, plan.items[0].token_ids) == (1, (10, 11, 12))
+    out = rig.planner.commit(plan, StepResult(((13, 14, 15),)))
+    assert [(o.index, o.token_ids, o.finish) for o in out.outputs] == [(3, (13, 14), "length")]
+    assert rig.pool.takeable == 8
 
 
 def test_a_seq_ends_at_the_model_length():
