@@ -77,33 +77,42 @@ std::vector<Item> split(const AttentionArgs& args, int64_t num_kv_heads) {
   return items;
 }
 
-// Points keys[t] and values[t] at the pool's rows of tokens first .. first + TILE - 1, null from `context` on.
-void find_rows(const AttentionArgs& args, const LayerCache& cache, const Item& item, int64_t first, int64_t context,
-               const void** keys, const void** values) {
+// Where a tile's tokens live in the pool; null behind the item's last row.
+struct TileRows {
+  const void *keys[TILE], *values[TILE];
+};
+
+// Finds the rows of tokens first .. first + TILE - 1 and asks the CPU to fetch them: a block's run is too short
+// for the hardware to see it coming.
+void find_rows(const AttentionArgs& args, const LayerCache& cache, const Item& item, int64_t first, TileRows& rows) {
+  const int64_t context = item.first_position + item.num_rows;
+  const int64_t row_bytes = cache.head_dim * item_bytes(cache.dtype);
   const int32_t* table = args.block_tables + item.seq * args.max_blocks;
   for (int64_t t = 0; t < TILE; ++t) {
     const int64_t token = first + t;
     if (token >= context) {
-      keys[t] = values[t] = nullptr;
+      rows.keys[t] = rows.values[t] = nullptr;
       continue;
     }
     const int64_t slot = table[token / cache.block_size] * cache.block_size + token % cache.block_size;
-    keys[t] = cache.row(slot, item.kv_head, 0);
-    values[t] = cache.row(slot, item.kv_head, 1);
+    const char *key = cache.row(slot, item.kv_head, 0), *value = cache.row(slot, item.kv_head, 1);
+    for (int64_t byte = 0; byte < row_bytes; byte += 64) {
+      __builtin_prefetch(key + byte);
+      __builtin_prefetch(value + byte);
+    }
+    rows.keys[t] = key;
+    rows.values[t] = value;
   }
 }
 
 void attend_tile(const AttentionArgs& args, const LayerCache& cache, const TileOps& ops, const Item& item,
-                 int64_t first_token, Scratch& s) {
+                 int64_t first_token, const TileRows& rows, Scratch& s) {
   const int64_t group = args.num_heads / cache.num_kv_heads, head_dim = cache.head_dim;
-  const int64_t context = item.first_position + item.num_rows;  // the item's last row sees no further
-  const void *keys[TILE], *values[TILE];
-  find_rows(args, cache, item, first_token, context, keys, values);
-  ops.pack_keys(keys, head_dim, cache.dtype, s.keys.data());
+  ops.pack_keys(rows.keys, head_dim, cache.dtype, s.keys.data());
   const float* value_rows[TILE];
-  if (cache.dtype != Dtype::f32) ops.pack_values(values, head_dim, cache.dtype, s.values.data());
+  if (cache.dtype != Dtype::f32) ops.pack_values(rows.values, head_dim, cache.dtype, s.values.data());
   for (int64_t t = 0; t < TILE; ++t)
-    value_rows[t] = cache.dtype == Dtype::f32 ? static_cast<const float*>(values[t]) : &s.values[t * head_dim];
+    value_rows[t] = cache.dtype == Dtype::f32 ? static_cast<const float*>(rows.values[t]) : &s.values[t * head_dim];
 
   // Rows before the tile see none of it.
   const int64_t skip = std::max<int64_t>(0, first_token - item.first_position) * group;
@@ -126,8 +135,13 @@ void run_item(const AttentionArgs& args, const LayerCache& cache, const TileOps&
     const float* q = args.q + (item.first_row + r) * args.q_stride + offset;
     for (int64_t i = 0; i < width; ++i) s.q[r * width + i] = q[i] * args.scale;
   }
-  for (int64_t token = 0; token < item.first_position + item.num_rows; token += TILE)
-    attend_tile(args, cache, ops, item, token, s);
+  TileRows rows, next;
+  find_rows(args, cache, item, 0, next);
+  for (int64_t token = 0; token < item.first_position + item.num_rows; token += TILE) {
+    rows = next;
+    find_rows(args, cache, item, token + TILE, next);
+    attend_tile(args, cache, ops, item, token, rows, s);
+  }
   for (int64_t r = 0; r < item.num_rows; ++r) {
     float* out = args.out + (item.first_row + r) * args.out_stride + offset;
     for (int64_t i = 0; i < width; ++i) out[i] = s.acc[r * width + i] / s.sum[r * group + i / head_dim];
