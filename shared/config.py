@@ -42,7 +42,6 @@ class GatewayConfig(Section, frozen=True):
     max_queued: int = 512  # requests waiting for dispatch; beyond: 429
     max_body_bytes: int = 8 << 20
     default_max_tokens: int = 256  # chat completions that name none
-    disconnect_poll_s: float = 0.05
     prefix_salt: str = ""  # scopes prefix sharing to deployments of the same salt
 
 

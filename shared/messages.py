@@ -171,6 +171,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="t"):
     choice: int
     index: int
     token_ids: tuple[int, ...]
+    num_cached_tokens: int = 0  # prompt tokens that nobody had to compute; told with the attempt's first token
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="f"):

@@ -3,7 +3,7 @@ it is scraped, so that counting costs nothing on a hot path."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client import Counter as PrometheusCounter
@@ -38,7 +38,8 @@ class _StatsCollector(Collector):
 
 def _as_mapping(snapshot: Any) -> dict[str, float]:
     """Numbers of a stats dataclass or mapping; nested mappings are flattened by one level."""
-    raw: dict[str, Any] = dataclasses.asdict(snapshot) if dataclasses.is_dataclass(snapshot) else dict(snapshot)
+    is_record = dataclasses.is_dataclass(snapshot)
+    raw: dict[str, Any] = dataclasses.asdict(cast(Any, snapshot)) if is_record else dict(snapshot)
     flat: dict[str, float] = {}
     for name, value in raw.items():
         if isinstance(value, Mapping):

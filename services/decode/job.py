@@ -5,7 +5,7 @@ from enum import Enum
 
 import anyio
 
-from services.engine.types import SeqId, SeqSpec
+from services.engine.types import SeqId
 from shared.ids import Incarnation
 from shared.leases import Fence
 from shared.messages import DecodeTask, RequestState
@@ -37,17 +37,3 @@ class Job:
     @property
     def prefill(self) -> Incarnation | None:
         return self.task.source.incarnation if self.task.source else None
-
-    def spec(self) -> SeqSpec:
-        """The engine's view."""
-        request = self.state.request
-        return SeqSpec(
-            seq_id=self.seq_id,
-            token_ids=self.state.token_ids,
-            num_prompt_tokens=len(request.token_ids),
-            root_hash=request.root_hash,
-            block_hashes=request.block_hashes,
-            sampling=request.sampling,
-            priority=request.priority,
-            credit_blocks=self.task.credit_blocks,
-        )

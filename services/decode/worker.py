@@ -21,7 +21,8 @@ import structlog
 from services.decode.job import Job, Phase
 from services.engine.engine import Engine
 from services.engine.seq import finish_reason
-from services.engine.types import Reservation, SeqId, SeqOutput, StepOutput
+from services.engine.specs import seq_spec
+from services.engine.types import Reservation, SeqId, SeqOutput, SeqSpec, StepOutput
 from services.transfer import TransferReader
 from shared.errors import TransferError
 from shared.ids import BlockHash, BlockId, Incarnation, RequestId
@@ -81,9 +82,12 @@ class DecodeWorker:
         if state is None or self._tombstones.covers(task.request_id, task.epoch):
             self._start(self._refund, task.request_id, task.epoch, None)
             return
+        seq_id = SeqId(f"{task.request_id}/{task.epoch}/0")
+        if seq_id in self._jobs:
+            return  # the same task again
         self._supersede(task)
         fence = Fence(task.request_id, task.epoch, task.attempt)
-        job = Job(fence, SeqId(f"{task.request_id}/{task.epoch}/0"), task, state)
+        job = Job(fence, seq_id, task, state)
         self._jobs[job.seq_id] = job
         self._by_request[task.request_id] = job.seq_id
         self.counts.requests += 1
@@ -150,7 +154,7 @@ class DecodeWorker:
         """Give blocks to landings, in order of arrival; the first that does not fit waits for the next step."""
         while self._reserving:
             job = self._reserving[0]
-            reservation = self._engine.reserve(job.spec())
+            reservation = self._engine.reserve(self._spec(job))
             if reservation is None:
                 return
             self._reserving.popleft()
@@ -170,8 +174,9 @@ class DecodeWorker:
 
     def _emit(self, job: Job, item: SeqOutput, parcel: Parcel) -> None:
         job.num_cached_tokens = job.num_cached_tokens or item.num_cached_tokens
-        tokens = Tokens(job.fence.request_id, job.fence.epoch, 0, item.index, item.token_ids)
-        parcel.add(job.gateway, tokens, job.fence.attempt)
+        fence = job.fence
+        tokens = Tokens(fence.request_id, fence.epoch, 0, item.index, item.token_ids, job.num_cached_tokens)
+        parcel.add(job.gateway, tokens, fence.attempt)
         if item.finish is not None:
             parcel.endings.append(self._ending(job, item.finish, item.index + len(item.token_ids)))
             self._end(job, refund=False)
@@ -215,8 +220,9 @@ class DecodeWorker:
         self.counts.landed += 1
         job.num_cached_tokens = first.num_cached_tokens
         parcel = Parcel()
-        tokens = Tokens(job.fence.request_id, job.fence.epoch, 0, first.index, (first.token_id,))
-        parcel.add(job.gateway, tokens, job.fence.attempt)
+        fence = job.fence
+        tokens = Tokens(fence.request_id, fence.epoch, 0, first.index, (first.token_id,), first.num_cached_tokens)
+        parcel.add(job.gateway, tokens, fence.attempt)
         state, output = job.state, (*job.state.output, first.token_id)
         reason = finish_reason(state.request.sampling, output, len(state.token_ids) + 1, self._max_model_len)
         if reason is None:
@@ -232,7 +238,7 @@ class DecodeWorker:
         """Compute the prompt on this worker."""
         if await self._accept(job):
             job.phase = Phase.RUNNING
-            self._engine.add(job.spec())
+            self._engine.add(self._spec(job))
             self._wake.set()
 
     async def _accept(self, job: Job) -> bool:
@@ -245,6 +251,9 @@ class DecodeWorker:
         if not job.held:
             self._end(job, refund=True)
         return job.held
+
+    def _spec(self, job: Job) -> SeqSpec:
+        return seq_spec(job.state, job.seq_id, self._engine.block_size, credit_blocks=job.task.credit_blocks)
 
     # --- endings ---
 

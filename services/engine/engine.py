@@ -67,6 +67,10 @@ class Engine:
             self._stepping = False
             self._step_s += self._clock.now() - began
 
+    @property
+    def block_size(self) -> int:
+        return self._planner.block_size
+
     def add(self, spec: SeqSpec) -> None:
         """See `Planner.add`."""
         self._planner.add(spec)

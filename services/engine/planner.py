@@ -79,6 +79,10 @@ class Planner:
         self._preemptions = 0
 
     @property
+    def block_size(self) -> int:
+        return self._pool.block_size
+
+    @property
     def has_work(self) -> bool:
         """Whether a seq waits or runs (`plan` may still find nothing that fits)."""
         return bool(self._roster.waiting or self._roster.running)

@@ -34,7 +34,7 @@ class Delta:
 class Usage:
     num_prompt_tokens: int
     num_output_tokens: int
-    num_cached_tokens: int | None  # None: ended here by a stop string, before the worker told
+    num_cached_tokens: int | None  # None: it failed before the worker told
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +176,7 @@ class Generation:
             text = choice.push(item.token_ids)
             if choice.reason is not None:
                 assert choice.stream is not None
+                choice.num_cached_tokens = choice.stream.num_cached_tokens
                 self._services.streams.close(choice.stream, cancel="stop string")
                 return Delta(item.choice, text, "stop")
             return Delta(item.choice, text) if text else None

@@ -57,6 +57,7 @@ class RequestStream:
         self._mailbox = mailbox
         self._arrived_at = arrived_at
         self._observer = observer
+        self.num_cached_tokens = 0
         self._epoch = 0
         self._next_index = 0
 
@@ -99,6 +100,7 @@ class RequestStream:
         if not fresh:
             self._observer.dropped("repeat")
             return
+        self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
         self._take(fresh, now)
 
     def _need(self, num_output_tokens: int) -> None:

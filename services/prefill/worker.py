@@ -16,7 +16,8 @@ import structlog
 
 from services.engine.engine import Engine
 from services.engine.seq import finish_reason
-from services.engine.types import Filled, SeqId, SeqOutput, SeqSpec, StepOutput
+from services.engine.specs import seq_spec
+from services.engine.types import Filled, SeqId, SeqOutput, StepOutput
 from services.transfer import Offer, TransferSource
 from shared.ids import BlockHash, Incarnation, RequestId
 from shared.leases import Fence, Leases
@@ -38,6 +39,7 @@ class Job:
     reader: Incarnation
     offer: Offer
     held: bool = False  # the lease is ours
+    handed_on: bool = False  # decode has it: the offer lives only as long as its reader gives signs
     offered: bool = False  # first token out, waiting for the release
 
 
@@ -86,6 +88,8 @@ class PrefillWorker:
             return
         if finish_reason(state.request.sampling, state.output, len(state.token_ids), self._max_model_len):
             return  # resumed after its last token: decode completes it
+        if self._job(task.request_id, task.epoch) is not None:
+            return  # the same task again
         self._supersede(task)
         fence = Fence(task.request_id, task.epoch, task.attempt)
         offer = self._source.open(task.request_id, task.epoch, task.attempt, task.reader)
@@ -93,7 +97,7 @@ class PrefillWorker:
         self._jobs[job.seq_id] = job
         self._by_request[task.request_id] = job.seq_id
         self.counts.requests += 1
-        self._engine.add(prefill_spec(job))
+        self._engine.add(seq_spec(job.state, job.seq_id, self._engine.block_size, prefill_only=True))
         self._start(self._settle, job)
         self._wake.set()
 
@@ -113,13 +117,14 @@ class PrefillWorker:
 
     def held(self) -> Sequence[Fence]:
         for job in self._jobs.values():
-            job.offer.keep()
+            if not job.handed_on:
+                job.offer.keep()
         return [job.fence for job in self._jobs.values() if job.held]
 
     def lost(self, fence: Fence, handed_on: bool) -> None:
         job = self._job(fence.request_id, fence.epoch)
         if job is not None:
-            job.held = False
+            job.held, job.handed_on = False, handed_on
             if not handed_on:
                 self._end(job, "lease lost")
 
@@ -174,8 +179,8 @@ class PrefillWorker:
 
     async def _accept(self, job: Job) -> None:
         answer = await self._leases.accept(job.fence, self._incarnation, "prefill", self._lease_s)
-        job.held = answer == "held"
-        if answer == "stale" and not job.offered:
+        job.held, job.handed_on = answer == "held", answer == "handed_on"
+        if answer == "stale":
             self._end(job, "stale")
 
     def _announce(self, job: Job, filled: Filled) -> None:
@@ -185,7 +190,7 @@ class PrefillWorker:
 
     def _first_token(self, job: Job, item: SeqOutput, parcel: Parcel) -> None:
         request, fence = job.state.request, job.fence
-        tokens = Tokens(fence.request_id, fence.epoch, 0, item.index, item.token_ids)
+        tokens = Tokens(fence.request_id, fence.epoch, 0, item.index, item.token_ids, item.num_cached_tokens)
         parcel.add(request.gateway, tokens, fence.attempt)
         if item.finish is None:
             return
@@ -241,18 +246,3 @@ class PrefillWorker:
     def stats(self) -> PrefillStats:
         self.counts.active, self.counts.emit_backlog = len(self._jobs), self.outbox.num_waiting
         return self.counts
-
-
-def prefill_spec(job: Job) -> SeqSpec:
-    """The engine's view of a prefill job."""
-    request = job.state.request
-    return SeqSpec(
-        seq_id=job.seq_id,
-        token_ids=job.state.token_ids,
-        num_prompt_tokens=len(request.token_ids),
-        root_hash=request.root_hash,
-        block_hashes=request.block_hashes,
-        sampling=request.sampling,
-        priority=request.priority,
-        prefill_only=True,
-    )

@@ -48,7 +48,9 @@ class Stack:
             "BATON_LOG_LEVEL": "info",
         }
         environ |= {f"BATON_{name.replace('__', '_').upper()}": str(value) for name, value in settings.items()}
-        plan = StackPlan(load(environ=environ), prefill, decode, tuple(sorted(os.sched_getaffinity(0))), tuple(ports))
+        # One core per worker at most: two threads of one worker on busy cores wait for each other at every op.
+        cores = tuple(sorted(os.sched_getaffinity(0)))[: prefill + decode]
+        plan = StackPlan(load(environ=environ), prefill, decode, cores, tuple(ports))
         self.settings = plan.settings
         self.url = plan.url
         self._specs: dict[str, ServiceSpec] = {spec.name: spec for spec in service_specs(plan)}

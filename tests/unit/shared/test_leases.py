@@ -309,7 +309,9 @@ async def test_a_dead_worker_is_buried_and_its_work_listed(redis_url: str) -> No
     """Overdue, fenced, emptied, forgotten; its old incarnation cannot come back."""
     link = RedisLink(RedisConfig(url=redis_url), SystemClock())
     keys = Keys("test")
-    cell = Cell(Leases(link, keys, SeededRandomness(1)), Roster(link, keys, 1.0), RedisBus(link, SystemClock()), keys, link)
+    cell = Cell(
+        Leases(link, keys, SeededRandomness(1)), Roster(link, keys, 1.0), RedisBus(link, SystemClock()), keys, link
+    )
     await dispatched(cell)
     assert await cell.roster.bury(D) is None, "it is not overdue"
     await cell.roster.retire(D, "dead")
