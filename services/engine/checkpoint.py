@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from services.engine.spec import ModelSpec
+from services.engine.model_spec import ModelSpec
 
 SAMPLE_BYTES = 4096
 _DIGEST_BYTES = 16

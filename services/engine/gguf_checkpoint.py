@@ -8,7 +8,7 @@ import torch
 from services.engine.checkpoint import ModelDigest, expected_names
 from services.engine.gguf_file import GgufFile
 from services.engine.gguf_quants import dequantise
-from services.engine.spec import ModelSpec
+from services.engine.model_spec import ModelSpec
 from shared.errors import ModelError
 from shared.model_path import model_name
 

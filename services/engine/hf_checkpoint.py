@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from services.engine.checkpoint import ModelDigest, expected_names
-from services.engine.spec import ModelSpec
+from services.engine.model_spec import ModelSpec
 from shared.errors import ModelError
 from shared.model_path import model_name
 

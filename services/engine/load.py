@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from services.engine.checkpoint import Checkpoint, open_checkpoint
 from services.engine.memory import plan_num_blocks
 from services.engine.model import LlamaModel
-from services.engine.spec import KVSpec, ModelSpec, kv_spec, pool_fingerprint
+from services.engine.model_spec import KVSpec, ModelSpec, kv_spec, pool_fingerprint
 from services.engine.weights import load_weights
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError

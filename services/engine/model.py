@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from kernels import ops
-from services.engine.spec import ModelSpec
+from services.engine.model_spec import ModelSpec
 from services.engine.step_batch import StepBatch
 from services.engine.weights import LayerWeights, ModelWeights
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from services.engine.checkpoint import Checkpoint
-from services.engine.spec import ModelSpec
+from services.engine.model_spec import ModelSpec
 from shared.errors import ModelError
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from services.engine.model import LlamaModel
+from services.engine.model_spec import KVDtype, kv_spec
 from services.engine.runner import ModelRunner
-from services.engine.spec import KVDtype, kv_spec
 from services.engine.step_batch import build_batch
 from services.engine.types import PlanItem, SampleSpec, SeqId, StepPlan
 from shared.ids import BlockId

@@ -5,7 +5,7 @@ import torch
 
 from services.engine.model import LlamaModel
 from tests.oracle.driver import forward, greedy, make_runner, make_seqs
-from tests.oracle.oracle import Oracle, first_difference
+from tests.oracle.oracle import Greedy, Oracle, first_difference
 from tests.oracle.prompts import ALL, LONG_TOKENS, long_text
 
 ATOL = 1e-3
@@ -24,6 +24,11 @@ def prompts(oracle: Oracle) -> dict[str, list[int]]:
 @pytest.fixture(scope="session")
 def teacher(oracle: Oracle, prompts: dict[str, list[int]]) -> dict[str, torch.Tensor]:
     return {name: oracle.logits(token_ids) for name, token_ids in prompts.items()}
+
+
+@pytest.fixture(scope="session")
+def answers(oracle: Oracle, prompts: dict[str, list[int]]) -> dict[str, Greedy]:
+    return {name: oracle.greedy(token_ids, 24) for name, token_ids in prompts.items()}
 
 
 @pytest.mark.parametrize("chunk", [32, 512])
@@ -56,14 +61,12 @@ def test_teacher_forced_logits_in_mixed_batches(model: LlamaModel, prompts, teac
 
 
 @pytest.mark.parametrize("chunk", [32, 512])
-def test_greedy_tokens(model: LlamaModel, oracle: Oracle, prompts, chunk: int):
+def test_greedy_tokens(model: LlamaModel, prompts, answers, chunk: int):
     """24 greedy tokens of six prompts that run together are the oracle's."""
     runner = make_runner(model, NUM_BLOCKS)
     seqs = make_seqs(list(prompts.values()), room=24, num_blocks=NUM_BLOCKS)
-    answers = greedy(runner, seqs, 24, chunk)
-    for name, answer in zip(prompts, answers, strict=True):
-        want = oracle.greedy(prompts[name], 24)
-        assert first_difference(want, answer) is None, f"{name}: {want.token_ids} but {answer}"
+    for (name, want), got in zip(answers.items(), greedy(runner, seqs, 24, chunk), strict=True):
+        assert first_difference(want, got) is None, f"{name}: {want.token_ids} but {got}"
 
 
 @pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
