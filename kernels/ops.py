@@ -5,6 +5,8 @@ Outputs are passed in. A layer's cache is a view `pool[:, :, layer]` of the bloc
 A wrong shape is the caller's bug and asserts; an id outside the pool raises IndexError before a byte moves.
 """
 
+from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -15,16 +17,11 @@ CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _compiled_body() -> ModuleType | None:
-    """The C++ bodies, or None where the extension was not built."""
-    try:
-        from kernels.cpu import body
-    except ModuleNotFoundError as exc:
-        if exc.name != "kernels.cpu._kernels" and "_kernels" not in str(exc):
-            raise
+    """The C++ bodies, or None where the extension was not built. One that was built but does not load raises: the
+    reference would answer too, a hundred times slower."""
+    if find_spec("kernels.cpu._kernels") is None:
         return None
-    except ImportError:
-        return None
-    return body
+    return import_module("kernels.cpu.body")
 
 
 _cpu = _compiled_body()

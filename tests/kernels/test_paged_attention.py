@@ -1,5 +1,7 @@
 """Paged attention against the textbook formula, and its promise of equal bits."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -119,3 +121,13 @@ def test_the_dispatcher_runs_the_compiled_body():
     for args in [(tables[:1], starts, contexts), (tables, starts[:2], contexts), (tables, starts, contexts.long())]:
         with pytest.raises(AssertionError):
             ops.paged_attention(out, batch.q, batch.cache, *args, SCALE)
+
+
+def test_without_the_extension_the_reference_runs(monkeypatch):
+    """A tree where nothing was compiled still computes; a broken extension is an error, not a slow answer."""
+    monkeypatch.setattr(ops, "find_spec", lambda name: None)
+    assert ops._compiled_body() is None
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "kernels.cpu.body", None)
+    with pytest.raises(ImportError):
+        ops._compiled_body()
