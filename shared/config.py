@@ -62,7 +62,7 @@ class PrefixIndexConfig(Section, frozen=True):
 
 
 class LeaseConfig(Section, frozen=True):
-    lease_s: float = 6.0
+    lease_s: float = 15.0  # longer than any step: it finds a stuck engine; a dead worker is found by its heartbeat
     heartbeat_s: float = 1.0  # a worker is dead after three missed ones
 
 
