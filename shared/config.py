@@ -71,6 +71,7 @@ class EngineConfig(Section, frozen=True):
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     memory_fraction: float = 0.5  # of the memory that is free at start, over all workers of the host
+    free_bytes: int = 0  # what was free before any worker of the host started; 0 = look; `baton up` looks once for all
     memory_share: float = 1.0  # this worker's part of that budget
     num_blocks: int = 0  # 0 = from the memory budget
     prefix_caching: bool = True

@@ -24,6 +24,7 @@ from services.cli.supervisor import Died, Service, ServiceSpec, Supervisor
 from shared.clock import Clock
 from shared.config import Settings
 from shared.errors import BusError
+from shared.host_memory import free_memory_bytes
 
 Say = Callable[[str], None]
 
@@ -52,7 +53,9 @@ class Stack:
         worker = msgspec.structs.replace(
             settings.worker, run_dir=settings.worker.run_dir or self.run_dir.worker_sockets
         )
-        settings = msgspec.structs.replace(settings, worker=worker)
+        # Measured once: a worker that looks later, or again after a restart, would count its siblings' memory as used.
+        engine = msgspec.structs.replace(settings.engine, free_bytes=settings.engine.free_bytes or free_memory_bytes())
+        settings = msgspec.structs.replace(settings, worker=worker, engine=engine)
         self.plan = StackPlan(
             settings=settings,
             num_prefill=options.prefill,

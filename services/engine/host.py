@@ -9,12 +9,12 @@ import structlog
 from services.engine.block_pool import BlockPool
 from services.engine.engine import Engine
 from services.engine.load import ModelPlan, open_model
-from services.engine.memory import free_memory_bytes
 from services.engine.planner import Planner, PlannerLimits
 from services.engine.runner import ModelRunner, configure_threads
 from shared.clock import Clock
 from shared.config import EngineConfig, Settings
 from shared.errors import ConfigError
+from shared.host_memory import free_memory_bytes
 from shared.ids import Incarnation, WorkerId
 from shared.messages import PROTOCOL_VERSION, Endpoint, Registration, Role
 from shared.model_path import model_name, resolve
@@ -82,7 +82,7 @@ class EngineHost:
         pin(parse_cores(settings.worker.cores))
         configure_threads(settings.worker.num_threads)
         plan = open_model(settings.model, settings.engine)
-        num_blocks = plan.num_blocks(settings.engine, free_memory_bytes())
+        num_blocks = plan.num_blocks(settings.engine, settings.engine.free_bytes or free_memory_bytes())
         max_model_len = min(plan.max_model_len, num_blocks * settings.engine.block_size)
         return cls(settings, plan, num_blocks, max_model_len)
 

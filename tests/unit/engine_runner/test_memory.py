@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from services.engine.memory import free_memory_bytes, plan_num_blocks
+from services.engine.memory import plan_num_blocks
 from shared.errors import ConfigError
+from shared.host_memory import free_memory_bytes
 
 GIB = 1 << 30
 SIZES = {"weight_bytes": GIB, "workspace_bytes": GIB // 2, "block_bytes": 1 << 20, "block_size": 16}
