@@ -32,22 +32,31 @@ def _as_sent(reply: Any, **_options: Any) -> Any:
     return reply
 
 
-class RedisLink:
-    """A pooled client. `outages` counts calls that had to be repeated, `last_outage` says when."""
+def connect(config: RedisConfig) -> Any:
+    """A pooled client that never retries by itself. Connects when first used."""
+    client: Any = aioredis.Redis.from_url(
+        config.url,
+        protocol=2,
+        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_connect_timeout=2.0,
+        retry=Retry(NoBackoff(), 0),
+        health_check_interval=0,
+    )
+    for command in ("XREAD", "XREADGROUP", "XAUTOCLAIM"):
+        client.set_response_callback(command, _as_sent)
+    return client
 
-    def __init__(self, config: RedisConfig, clock: Clock) -> None:
+
+class RedisLink:
+    """Retries over a client. `outages` counts calls that had to be repeated, `last_outage` says when.
+
+    :param client: in place of one for `config.url` (the simulation's).
+    """
+
+    def __init__(self, config: RedisConfig, clock: Clock, client: Any = None) -> None:
         self._clock = clock
         self._retry_s = config.retry_s
-        self.client: Any = aioredis.Redis.from_url(
-            config.url,
-            protocol=2,
-            socket_timeout=SOCKET_TIMEOUT_S,
-            socket_connect_timeout=2.0,
-            retry=Retry(NoBackoff(), 0),
-            health_check_interval=0,
-        )
-        for command in ("XREAD", "XREADGROUP", "XAUTOCLAIM"):
-            self.client.set_response_callback(command, _as_sent)
+        self.client: Any = client or connect(config)
         self.outages = 0
         self.last_outage: float | None = None
 
