@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 GRACE_S = 0.3
 """A healthy worker has heard of a cancel so long after it took effect."""
 
+CREDITED = {"dispatch": (3,), "refund": (0,), "complete": (5,)}
+"""Scripts that move credit, and where the worker's key stands in their keys."""
+
 
 class Judge:
     """Watches one world and reports to it."""
@@ -43,8 +46,8 @@ class Judge:
     def script_ran(self, name: str, keys: list, args: list, answer: object) -> None:
         if name == "cancel" and answer == b"cancelled":
             self._cancelled.setdefault(str(args[0]), self._world.clock.now())
-        if name in ("dispatch", "refund", "complete"):
-            self._check_credit()
+        for place in CREDITED.get(name, ()):
+            self._check_credit(keys[place].encode())
 
     def work_seen(self, life: Life, seq_id: str, step: int) -> None:
         """A seq is in a step: nobody may have told this worker, or anybody long ago, that it is cancelled."""
@@ -59,19 +62,22 @@ class Judge:
 
     # --- at a fine grain ---
 
-    def _check_credit(self) -> None:
-        """What each worker's record says is taken is what its tasks hold, and never more than it has."""
+    def _check_credit(self, worker: bytes) -> None:
+        """What a worker's record says is taken is what its tasks hold, and never more than it has."""
         store = self._world.redis.store
-        for key, value in store.data.items():
-            if b"}:worker:" in key and value.get(b"state") != b"dead":
-                held = store.data.get(key.replace(b":worker:", b":held:"), {})
-                taken = int(value[b"taken"])
-                total = sum(int(v) for v in held.values())
-                if taken != total or not 0 <= taken <= int(value[b"blocks"]):
-                    self._world.violate(f"credit of {key.decode()}: {taken} taken, {total} held")
+        record = store.data.get(worker)
+        if record is None or record.get(b"state") == b"dead":
+            return
+        held = store.data.get(worker.replace(b":worker:", b":held:"), {})
+        taken = int(record[b"taken"])
+        total = sum(int(credit) for credit in held.values())
+        if taken != total or not 0 <= taken <= int(record[b"blocks"]):
+            self._world.violate(f"credit of {worker.decode()}: {taken} taken, {total} held")
 
     def look(self) -> None:
         """Pools and books of everybody who is alive."""
+        for key in [key for key in self._world.redis.store.data if b"}:worker:" in key]:
+            self._check_credit(key)
         for life in self._world.lives.values():
             if life.is_alive and life.engine is not None and not life.proc.frozen:
                 try:
@@ -131,7 +137,6 @@ class Judge:
         """Every client was answered rightly, and nothing is left behind."""
         world = self._world
         self.look()
-        self._check_credit()
         for call in world.calls:
             if fault := call.fault():
                 world.violate(f"{call.ask.name}: {fault}")

@@ -10,7 +10,7 @@ import heapq
 import random
 from asyncio import base_events
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
@@ -48,6 +48,11 @@ class _NoSelector:
     def close(self) -> None: ...
 
 
+def _is_retry(handle: asyncio.Handle) -> bool:
+    """anyio delivers a cancellation again in every turn until it is taken: that must not hold the time."""
+    return getattr(handle._callback, "__name__", "") == "_deliver_cancellation"
+
+
 class VirtualLoop(base_events.BaseEventLoop):
     """Deterministic for a seed, as long as its tasks are."""
 
@@ -57,9 +62,10 @@ class VirtualLoop(base_events.BaseEventLoop):
         self._rng = random.Random(seed)
         self._now = 1000.0
         self._num_frozen = 0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._num_timers = 0
         self.turns = 0
         self._ready: deque[asyncio.Handle]
-        self._scheduled: list[asyncio.TimerHandle]
 
     def time(self) -> float:
         return self._now
@@ -81,6 +87,10 @@ class VirtualLoop(base_events.BaseEventLoop):
         """A task of that process."""
         return proc.context().run(self.create_task, coroutine)
 
+    def call_in(self, proc: Proc, callback: Callable[[], object]) -> None:
+        """Run something in that process, when its turn comes."""
+        self.call_soon(callback, context=proc.context())
+
     def _run_once(self) -> None:
         self._move_time()
         ready = self._ready
@@ -99,16 +109,15 @@ class VirtualLoop(base_events.BaseEventLoop):
             handle._run()
 
     def _move_time(self) -> None:
-        ready, timers = self._ready, self._scheduled
-        while timers and timers[0]._cancelled:
-            heapq.heappop(timers)._scheduled = False
-        if not ready:
+        ready, timers = self._ready, self._timers
+        if not ready or all(_is_retry(handle) for handle in ready):
+            while timers and timers[0][2]._cancelled:
+                heapq.heappop(timers)
             if not timers:
                 raise Deadlock("nobody can run")
-            self._now = max(self._now, timers[0]._when)
-        while timers and timers[0]._when <= self._now:
-            timer = heapq.heappop(timers)
-            timer._scheduled = False
+            self._now = max(self._now, timers[0][0])
+        while timers and timers[0][0] <= self._now:
+            timer = heapq.heappop(timers)[2]
             if not timer._cancelled:
                 ready.append(timer)
 
@@ -121,6 +130,19 @@ class VirtualLoop(base_events.BaseEventLoop):
         self._ready.clear()
         self._ready.extend(first)
         self._ready.extend(behind)
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._num_timers += 1
+        heapq.heappush(self._timers, (when, self._num_timers, timer))
+        return timer
+
+    def call_later(
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now + delay, callback, *args, context=context)
 
     # --- what a loop without sockets, threads and signals does not have ---
 

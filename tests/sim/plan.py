@@ -39,7 +39,7 @@ class Plan:
 def draw(seed: int, num_requests: int, *, calm: bool = False) -> Plan:
     """The plan of a seed."""
     rng = Random(f"plan {seed}")
-    rate = rng.choice((25.0, 40.0, 60.0))
+    rate = rng.choice((40.0, 80.0, 120.0))
     asks = tuple(draw_asks(rng, num_requests, rate))
     num_prefill, num_decode = rng.choice(((2, 2), (1, 2), (2, 1), (3, 2), (1, 1), (0, 2)))
     slots = [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]
@@ -58,10 +58,10 @@ def draw(seed: int, num_requests: int, *, calm: bool = False) -> Plan:
 
 
 def draw_faults(rng: Random, span: float, slots: list[str]) -> list[Fault]:
-    faults, at = [], rng.expovariate(1.0)
+    faults, at = [], rng.expovariate(2.0)
     while at < span:
         faults.append(_fault(rng, at, slots))
-        at += rng.expovariate(1 / 2.0)
+        at += rng.expovariate(1 / 0.8)
     return faults
 
 

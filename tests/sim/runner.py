@@ -41,6 +41,7 @@ def run(plan: Plan, overrides: dict[str, str] | None = None) -> Report:
     """One world from its start to its end."""
     loop = VirtualLoop(plan.seed)
     loop.set_exception_handler(lambda _loop, _context: None)
+    gc.disable()  # by the number of objects, so at other moments in every run
     with silence():
         try:
             world = loop.run_until_complete(_main(loop, plan, overrides))
@@ -70,6 +71,7 @@ def _end(loop: VirtualLoop) -> None:
     """Let the dead finish dying, so that no coroutine is torn down by the garbage collector."""
     loop.run_until_complete(_last_breath(loop))
     loop.close()
+    gc.enable()
     gc.collect()
 
 

@@ -163,7 +163,7 @@ class World:
         life.proc.context().run(life.tasks.start_soon, call.talk, life.services, life.incarnation, self.clock)
         if call.ask.leaves_after is not None:
             await self.clock.sleep(call.ask.leaves_after)
-            call.scope.cancel()
+            self.loop.call_in(life.proc, call.scope.cancel)
 
     def _gateway(self) -> Life | None:
         ready = [self.lives[s] for s in self.slots() if s.startswith("gateway") and s in self.lives]
