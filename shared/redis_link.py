@@ -4,7 +4,7 @@ A call whose answer was lost is sent again; so everything that is sent through `
 (each script in `shared/lua/` says why it is).
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import redis.asyncio as aioredis
@@ -79,6 +79,20 @@ class RedisLink:
                 raise BusError(f"redis refused a command: {exc}") from exc
             await self._clock.sleep(delay)
             delay = min(2 * delay, 0.5)
+
+    async def batch(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """The answers to several commands that are sent together, aligned.
+
+        :raises BusError: as `call`.
+        """
+
+        async def once() -> list[Any]:
+            pipe = self.client.pipeline(transaction=False)  # anew each time: it forgets its commands when it fails
+            for command in commands:
+                pipe.execute_command(*command)
+            return await pipe.execute()
+
+        return await self.call(once) if commands else []
 
     async def check_version(self) -> str:
         """The server's version.

@@ -288,17 +288,13 @@ class SimPipeline:
         self._client, self._server = client, server
         self._commands: list[list[Any]] = []
 
-    def hget(self, *args: Any) -> None:
-        self._commands.append(["HGET", *args])
-
-    def hmget(self, *args: Any) -> None:
-        self._commands.append(["HMGET", *args])
-
     def execute_command(self, *args: Any) -> None:
         self._commands.append(list(args))
 
     def execute(self) -> Reply:
+        """As in redis-py, the commands are forgotten, whatever comes of it."""
         server, commands = self._server, self._commands
+        self._commands = []
         return server.send(self._client, lambda: [server.command(c) for c in commands])
 
 
