@@ -85,7 +85,10 @@ class RedisBus:
         args: list[Any] = ["XADD", channel.key, "*"]
         for message in messages:
             args += (FIELD, encode(message))
-        await self._link.call(lambda: self._link.client.execute_command(*args))
+        if channel.ttl_s is None:
+            await self._link.call(lambda: self._link.client.execute_command(*args))
+        else:
+            await self._link.batch([args, ("PEXPIRE", channel.key, int(channel.ttl_s * 1000))])
 
     def reader(self, *channels: Channel[Any]) -> "RedisReader":
         return RedisReader(self._link, self._clock, channels)

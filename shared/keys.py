@@ -15,6 +15,9 @@ M = TypeVar("M")
 NOBODY = Incarnation("-")
 """Stands where a request has no prefill worker: its keys exist never."""
 
+REPLY_TTL_S = 60.0
+"""Answers are worth something for milliseconds; whoever asked may have died."""
+
 # One decoder per channel, built once; `Any` because a union type is not a `type` to a type checker.
 _sched: Callable[[bytes], Any] = msgspec.msgpack.Decoder(SchedulerMsg).decode
 _work: Callable[[bytes], Any] = msgspec.msgpack.Decoder(WorkerMsg).decode
@@ -31,6 +34,7 @@ class Channel(Generic[M]):
 
     key: str
     decode: Callable[[bytes], M]
+    ttl_s: float | None = None  # the stream goes so long after the last message: nobody may be left to read it
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Keys:
         return Channel(self._key("index"), _index)
 
     def reply(self, incarnation: Incarnation) -> Channel[MatchReply]:
-        return Channel(self._key("reply", incarnation), _reply)
+        return Channel(self._key("reply", incarnation), _reply, REPLY_TTL_S)
 
     # state, written by Lua only
     def request(self, request_id: RequestId) -> str:

@@ -278,11 +278,8 @@ class Leases:
         return await self._link.call(lambda: self._link.client.hmget(self._keys.request(request_id), *names))
 
     async def _with_epochs(self, ids: Sequence[bytes]) -> list[Admitted]:
-        pipe = self._link.client.pipeline(transaction=False)
         requests = [RequestId(raw.decode()) for raw in ids]
-        for request_id in requests:
-            pipe.hget(self._keys.request(request_id), "ep")
-        epochs = await self._link.call(pipe.execute) if ids else []
+        epochs = await self._link.batch([("HGET", self._keys.request(request_id), "ep") for request_id in requests])
         pairs = zip(requests, epochs, strict=True)
         return [Admitted(request_id=request_id, epoch=int(epoch or 0)) for request_id, epoch in pairs]
 

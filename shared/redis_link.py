@@ -4,7 +4,7 @@ A call whose answer was lost is sent again; so everything that is sent through `
 (each script in `shared/lua/` says why it is).
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import redis.asyncio as aioredis
@@ -32,22 +32,31 @@ def _as_sent(reply: Any, **_options: Any) -> Any:
     return reply
 
 
-class RedisLink:
-    """A pooled client. `outages` counts calls that had to be repeated, `last_outage` says when."""
+def connect(config: RedisConfig) -> Any:
+    """A pooled client that never retries by itself. Connects when first used."""
+    client: Any = aioredis.Redis.from_url(
+        config.url,
+        protocol=2,
+        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_connect_timeout=2.0,
+        retry=Retry(NoBackoff(), 0),
+        health_check_interval=0,
+    )
+    for command in ("XREAD", "XREADGROUP", "XAUTOCLAIM"):
+        client.set_response_callback(command, _as_sent)
+    return client
 
-    def __init__(self, config: RedisConfig, clock: Clock) -> None:
+
+class RedisLink:
+    """Retries over a client. `outages` counts calls that had to be repeated, `last_outage` says when.
+
+    :param client: in place of one for `config.url` (the simulation's).
+    """
+
+    def __init__(self, config: RedisConfig, clock: Clock, client: Any = None) -> None:
         self._clock = clock
         self._retry_s = config.retry_s
-        self.client: Any = aioredis.Redis.from_url(
-            config.url,
-            protocol=2,
-            socket_timeout=SOCKET_TIMEOUT_S,
-            socket_connect_timeout=2.0,
-            retry=Retry(NoBackoff(), 0),
-            health_check_interval=0,
-        )
-        for command in ("XREAD", "XREADGROUP", "XAUTOCLAIM"):
-            self.client.set_response_callback(command, _as_sent)
+        self.client: Any = client or connect(config)
         self.outages = 0
         self.last_outage: float | None = None
 
@@ -70,6 +79,20 @@ class RedisLink:
                 raise BusError(f"redis refused a command: {exc}") from exc
             await self._clock.sleep(delay)
             delay = min(2 * delay, 0.5)
+
+    async def batch(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """The answers to several commands that are sent together, aligned.
+
+        :raises BusError: as `call`.
+        """
+
+        async def once() -> list[Any]:
+            pipe = self.client.pipeline(transaction=False)  # anew each time: it forgets its commands when it fails
+            for command in commands:
+                pipe.execute_command(*command)
+            return await pipe.execute()
+
+        return await self.call(once) if commands else []
 
     async def check_version(self) -> str:
         """The server's version.

@@ -55,12 +55,8 @@ class Roster:
         seconds, micros = await self._link.call(lambda: self._link.client.time())
         now_ms = seconds * 1000 + micros // 1000
         scored = await self._link.call(lambda: self._link.client.zrange(self._keys.workers(), 0, -1, withscores=True))
-        if not scored:
-            return []
-        pipe = self._link.client.pipeline(transaction=False)
-        for incarnation, _ in scored:
-            pipe.hmget(self._keys.worker(Incarnation(incarnation.decode())), "reg", "state", "taken")
-        rows = await self._link.call(pipe.execute)
+        names = [self._keys.worker(Incarnation(incarnation.decode())) for incarnation, _ in scored]
+        rows = await self._link.batch([("HMGET", name, "reg", "state", "taken") for name in names])
         views = []
         for (_, deadline), (reg, state, taken) in zip(scored, rows, strict=True):
             if reg is not None:

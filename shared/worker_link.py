@@ -6,6 +6,7 @@ from typing import Protocol
 
 import anyio
 import anyio.abc
+import msgspec
 import structlog
 
 from shared.bus import Bus
@@ -117,9 +118,15 @@ class WorkerLink:
             case ResendKv():
                 await self._resend_kv()
             case PrefillTask() | DecodeTask():
-                state = await self._leases.load(message.request_id)
-                current = state if state is not None and state.epoch == message.epoch else None
-                self._duties.take(message, current)
+                self._duties.take(message, await self._state_of(message))
+
+    async def _state_of(self, task: PrefillTask | DecodeTask) -> RequestState | None:
+        """The request as it was at dispatch: by now the other worker of this attempt may have sent a token more."""
+        state = await self._leases.load(task.request_id)
+        if state is None or state.epoch != task.epoch:
+            return None
+        num_sent = task.num_prompt_tokens - len(state.request.token_ids)
+        return msgspec.structs.replace(state, output=state.output[:num_sent])
 
     async def renew(self) -> None:
         """Renew leases while the engine makes progress, until cancelled."""

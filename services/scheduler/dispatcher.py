@@ -83,11 +83,11 @@ class Dispatcher:
     async def pump(self) -> None:
         """Dispatch until nobody waits or the head does not fit."""
         self._window = 1
-        while len(self._waiting):
-            if self.refresh_wanted:
+        while True:
+            if self.refresh_wanted and len(self._waiting):
                 await self._refresh()
             heads = self._waiting.heads(self._window)
-            if self._place(heads[0], {}) is None:
+            if not heads or self._place(heads[0], {}) is None:
                 return
             hits = await self._ask(heads)
             if not await self._dispatch_all(heads, hits):

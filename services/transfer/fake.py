@@ -22,7 +22,7 @@ from services.transfer.wire import LinkLost
 from shared.clock import Clock
 from shared.config import TransferConfig
 from shared.errors import WireError
-from shared.ids import BlockId
+from shared.ids import BlockId, Incarnation
 from shared.messages import (
     PROTOCOL_VERSION,
     Data,
@@ -73,15 +73,15 @@ class FakeNetwork:
         stats = ReaderStats(block_bytes=region.block_bytes)
         return TransferReader(region, config, self.clock, offload, dialer, stats)
 
-    def link(self, service: Service, session: Session, num_blocks: int) -> "FakeLink":
-        link = FakeLink(self, service, session, num_blocks)
+    def link(self, reader: Incarnation, service: Service, session: Session, num_blocks: int) -> "FakeLink":
+        link = FakeLink(self, reader, service, session, num_blocks)
         self._links.append(link)
         return link
 
-    def cut(self, service: Service | None = None) -> None:
-        """Break the connections, all or those of one service."""
+    def cut(self, service: Service | None = None, reader: Incarnation | None = None) -> None:
+        """Break the connections: all, or those of one service, or those of one reader."""
         for link in self._links:
-            if service is None or link.service is service:
+            if (service is None or link.service is service) and (reader is None or link.reader == reader):
                 link.cut()
         self._links = [link for link in self._links if link.routes.lost is None]
 
@@ -129,7 +129,7 @@ class FakeDialer:
         answer = session.hello(hello)
         check_hello(answer, self._region)
         assert isinstance(answer, HelloOk)
-        return self._network.link(service, session, answer.num_blocks)
+        return self._network.link(self._identity.incarnation, service, session, answer.num_blocks)
 
 
 class FakeLink:
@@ -137,8 +137,10 @@ class FakeLink:
 
     transport: Literal["shm", "tcp", "fake"] = "fake"
 
-    def __init__(self, network: FakeNetwork, service: Service, session: Session, num_blocks: int) -> None:
-        self._network, self.service, self._session = network, service, session
+    def __init__(
+        self, network: FakeNetwork, reader: Incarnation, service: Service, session: Session, num_blocks: int
+    ) -> None:
+        self._network, self.reader, self.service, self._session = network, reader, service, session
         self.num_blocks = num_blocks
         self.mapped: np.ndarray | None = None
         self.routes = Routes()

@@ -1,0 +1,174 @@
+"""The simulated clients: what they ask, what they hear, and what they must have heard in the end."""
+
+from dataclasses import dataclass, field
+from random import Random
+
+import anyio
+
+from services.engine.fake_runner import VOCAB_SIZE, fake_answer
+from services.gateway.errors import ApiError
+from services.gateway.generation import Delta, Generation, Services
+from shared.clock import Clock
+from shared.hashing import block_hashes, chain_root
+from shared.ids import Incarnation, RequestId
+from shared.messages import GenerateRequest, SamplingParams
+
+BLOCK = 4
+ROOT = chain_root()
+
+
+class Words:
+    """Stands for the tokenizer: token 7 is the text `7 `."""
+
+    def detokenizer(self) -> "Words":
+        return self
+
+    def push(self, token_id: int) -> str:
+        return f"{token_id} "
+
+    def flush(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What one client will do."""
+
+    name: str
+    at: float  # seconds after the start
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int = 0
+    priority: int = 0
+    stop_token: int | None = None
+    stop_text: str = ""
+    leaves_after: float | None = None  # seconds after its arrival
+    reads_every: float = 0.0  # a slow client pauses between reads
+
+    def expected(self) -> tuple[str, str]:
+        """Text and reason, from the fake model's definition."""
+        shown: list[str] = []
+        for token in fake_answer(self.prompt, self.max_tokens, seed=self.seed):
+            if token == self.stop_token:
+                return "".join(shown), "stop"
+            shown.append(f"{token} ")
+            text = "".join(shown)
+            if self.stop_text and self.stop_text in text:
+                return text[: text.index(self.stop_text)], "stop"
+        return "".join(shown), "length"
+
+    def request(self, gateway: Incarnation) -> GenerateRequest:
+        stops = () if self.stop_token is None else (self.stop_token,)
+        return GenerateRequest(
+            request_id=RequestId(self.name),
+            gateway=gateway,
+            token_ids=self.prompt,
+            root_hash=ROOT,
+            block_hashes=block_hashes(ROOT, self.prompt, BLOCK),
+            sampling=SamplingParams(max_tokens=self.max_tokens, seed=self.seed, stop_token_ids=stops),
+            priority=self.priority,
+        )
+
+
+def draw_asks(rng: Random, count: int, rate: float) -> list[Ask]:
+    """Arrivals in bursts, short and long prompts, shared prefixes, stops, cancels, slow readers."""
+    prefixes = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((4, 8, 12, 17)))) for _ in range(4)]
+    at, asks = 0.0, []
+    for i in range(count):
+        at += rng.expovariate(rate) if rng.random() < 0.8 else 0.0
+        prompt = rng.choice(prefixes) if rng.random() < 0.4 else ()
+        more = rng.choice((1, 2, 5, 9, 9, 16, 21)) if rng.random() < 0.93 else rng.randrange(40, 90)
+        prompt += tuple(rng.randrange(VOCAB_SIZE) for _ in range(more))
+        max_tokens = rng.choice((1, 2, 3, 5, 8, 8, 13)) if rng.random() < 0.95 else 40
+        asks.append(_draw(rng, f"r{i}", at, prompt, max_tokens))
+    return asks
+
+
+def _draw(rng: Random, name: str, at: float, prompt: tuple[int, ...], max_tokens: int) -> Ask:
+    seed, dice = rng.randrange(100), rng.random()
+    ask = Ask(name, at, prompt, max_tokens, seed, rng.choice((0, 0, 0, 1, -1)))
+    if dice < 0.1:
+        return Ask(**{**vars(ask), "leaves_after": rng.expovariate(8)})
+    if dice < 0.18 or (max_tokens > 20 and dice < 0.5):
+        answer = fake_answer(prompt, max_tokens, seed=seed)
+        return Ask(**{**vars(ask), "stop_token": rng.choice(answer)})
+    if dice < 0.22:
+        answer = fake_answer(prompt, max_tokens, seed=seed)
+        return Ask(**{**vars(ask), "stop_text": f"{rng.choice(answer)} "})
+    if dice < 0.26:
+        return Ask(**{**vars(ask), "reads_every": rng.uniform(0.05, 0.6)})
+    return ask
+
+
+@dataclass
+class Call:
+    """One client's side of its request."""
+
+    ask: Ask
+    heard: list[str] = field(default_factory=list)
+    outcome: str = ""  # stop, length, left, broken, error; "" = still open
+    error: str = ""
+    ends: int = 0
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    broken: bool = False  # its gateway died: nothing reaches it any more
+    started_at: float = 0.0
+    ended_at: float = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return not self.outcome
+
+    def end(self, outcome: str, now: float, error: str = "") -> None:
+        if self.is_open:
+            self.outcome, self.error, self.ended_at = outcome, error, now
+
+    def hear(self, delta: Delta) -> None:
+        if self.broken:
+            return
+        self.heard.append(delta.text)
+        if delta.finish_reason is not None:
+            self.ends += 1
+
+    async def talk(self, services: Services, gateway: Incarnation, clock: Clock) -> None:
+        """The HTTP request, from arrival to end, inside its gateway."""
+        self.started_at = clock.now()
+        reason = ""
+        stops = [self.ask.stop_text] if self.ask.stop_text else []
+        try:
+            with self.scope:
+                async with Generation(
+                    services,
+                    [self.ask.request(gateway)],
+                    stops,
+                    endpoint="completions",
+                    stream=True,
+                    arrived_at=clock.now(),
+                ) as generation:
+                    while deltas := await generation.read():
+                        for delta in deltas:
+                            self.hear(delta)
+                            reason = delta.finish_reason or reason
+                        if self.ask.reads_every:
+                            await clock.sleep(self.ask.reads_every)
+                self.end(reason, clock.now())
+        except ApiError as exc:
+            self.end("error", clock.now(), f"{exc.status} {exc.code or exc.message}")
+        self.end("left", clock.now())  # only if it was cancelled
+
+    def fault(self) -> str:
+        """What is wrong with what was heard; "" if nothing."""
+        text, reason = self.ask.expected()
+        heard = "".join(self.heard)
+        if self.is_open:
+            return "never ended"
+        if self.outcome in ("stop", "length"):
+            if heard != text:
+                return f"heard {heard!r}, expected {text!r}"
+            if self.outcome != reason:
+                return f"ended by {self.outcome}, expected {reason}"
+            if self.ends != 1:
+                return f"{self.ends} ends"
+            return ""
+        if not text.startswith(heard) and not (self.ask.stop_text or self.ask.stop_token is not None):
+            return f"heard {heard!r}, expected a beginning of {text!r}"
+        return ""

@@ -1,0 +1,159 @@
+"""What must hold: after every event, at a fine grain, and in the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shared.ids import RequestId
+from tests.sim.calls import Call
+from tests.sim.redis_store import Stream
+
+if TYPE_CHECKING:
+    from tests.sim.machines import Life
+    from tests.sim.world import World
+
+GRACE_S = 0.3
+"""A healthy worker has heard of a cancel so long after it took effect."""
+
+CREDITED = {"dispatch": (3,), "refund": (0,), "complete": (5,)}
+"""Scripts that move credit, and where the worker's key stands in their keys."""
+
+
+class Judge:
+    """Watches one world and reports to it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._heard: dict[tuple[str, RequestId], tuple[int, int]] = {}  # (worker, request) -> (epoch, step)
+        self._cancelled: dict[str, float] = {}
+        self._calls: dict[str, list[Call]] = {}
+        self.disturbed_at = 0.0
+        world.redis.observers.append(self.script_ran)
+
+    # --- events ---
+
+    def began(self, call: Call, life: Life) -> None:
+        self._calls.setdefault(life.incarnation, []).append(call)
+
+    def calls_of(self, life: Life) -> list[Call]:
+        return self._calls.get(life.incarnation, [])
+
+    def cancel_heard(self, life: Life, request_id: RequestId, epoch: int, step: int) -> None:
+        known = self._heard.get((life.incarnation, request_id), (0, 0))
+        if epoch > known[0]:
+            self._heard[life.incarnation, request_id] = (epoch, step)
+
+    def script_ran(self, name: str, keys: list, args: list, answer: object) -> None:
+        if name == "cancel" and answer == b"cancelled":
+            self._cancelled.setdefault(str(args[0]), self._world.clock.now())
+        for place in CREDITED.get(name, ()):
+            self._check_credit(keys[place].encode())
+
+    def work_seen(self, life: Life, seq_id: str, step: int) -> None:
+        """A seq is in a step: nobody may have told this worker, or anybody long ago, that it is cancelled."""
+        request_id, epoch, _ = seq_id.split("/")
+        told = self._heard.get((life.incarnation, RequestId(request_id)))
+        if told is not None and int(epoch) <= told[0] and step > told[1] + 1:
+            self._world.violate(f"{life.incarnation} works on {seq_id}, whose cancel it heard before")
+        since = self._cancelled.get(request_id)
+        now = self._world.clock.now()
+        if since is not None and now - max(since, life.disturbed_at, self.disturbed_at) > GRACE_S + 0.1 * life.slowness:
+            self._world.violate(f"{life.incarnation} works on {seq_id}, cancelled {now - since:.2f} s ago")
+
+    # --- at a fine grain ---
+
+    def _check_credit(self, worker: bytes) -> None:
+        """What a worker's record says is taken is what its tasks hold, and never more than it has."""
+        store = self._world.redis.store
+        record = store.data.get(worker)
+        if record is None or record.get(b"state") == b"dead":
+            return
+        held = store.data.get(worker.replace(b":worker:", b":held:"), {})
+        taken = int(record[b"taken"])
+        total = sum(int(credit) for credit in held.values())
+        if taken != total or not 0 <= taken <= int(record[b"blocks"]):
+            self._world.violate(f"credit of {worker.decode()}: {taken} taken, {total} held")
+
+    def look(self) -> None:
+        """Pools and books of everybody who is alive."""
+        for key in [key for key in self._world.redis.store.data if b"}:worker:" in key]:
+            self._check_credit(key)
+        for life in self._world.lives.values():
+            if life.is_alive and life.engine is not None and not life.proc.frozen:
+                try:
+                    life.engine.check()
+                except AssertionError as exc:
+                    self._world.violate(f"{life.incarnation}: pool: {exc}", exc)
+            if life.is_alive and life.scheduler is not None:
+                life.scheduler.ledger.check()
+            if life.is_alive and life.index is not None:
+                life.index.index.check()
+
+    # --- in the end ---
+
+    def noise(self) -> str:
+        """What is not at rest yet; "" when all is."""
+        world, store = self._world, self._world.redis.store
+        for slot in world.slots():
+            life = world.lives[slot]
+            if not life.is_alive:
+                return f"{slot} is down"
+            if life.engine is not None and (busy := self._busy(life)):
+                return f"{life.incarnation}: {busy}"
+        for key, value in list(store.data.items()):
+            if isinstance(value, Stream) and value.ids and key not in store.deadlines:
+                return f"{key.decode()} has {len(value.ids)} entries"
+        for name in (world.keys.queued(), world.keys.leases()):
+            if store.get(name.encode()):
+                return f"{name} is not empty"
+        return self._index_differs()
+
+    def _busy(self, life: Life) -> str:
+        assert life.engine is not None
+        assert life.worker is not None
+        stats = life.engine.stats()
+        if not life.worker.idle():
+            return f"jobs {life.worker.stats()}"
+        if stats.blocks_free != stats.blocks_total or stats.extra["blocks_promised"]:
+            return f"{stats.blocks_total - stats.blocks_free} blocks are not free"
+        return ""
+
+    def _index_differs(self) -> str:
+        world = self._world
+        index = world.lives["index-0"].index
+        assert index is not None
+        known = index.index._workers
+        lives = {life.incarnation: life for life in world.lives.values() if life.engine is not None}
+        if ghosts := set(known) - set(lives):
+            return f"the index knows {ghosts}"
+        for incarnation, life in lives.items():
+            assert life.engine is not None
+            have = set(known[incarnation].hashes) if incarnation in known else set()
+            if have != set(life.engine.cached_hashes()):
+                return f"the index differs from {incarnation}"
+        return ""
+
+    def final(self) -> None:
+        """Every client was answered rightly, and nothing is left behind."""
+        world = self._world
+        self.look()
+        for call in world.calls:
+            if fault := call.fault():
+                world.violate(f"{call.ask.name}: {fault}")
+            if call.outcome == "error" and not self._may_fail(call):
+                world.violate(f"{call.ask.name}: error {call.error}")
+        self._check_keys()
+
+    def _may_fail(self, call: Call) -> bool:
+        return bool(self._world.plan.faults)
+
+    def _check_keys(self) -> None:
+        """No key is left but those of the living and those that expire."""
+        world, store = self._world, self._world.redis.store
+        alive = {life.incarnation.encode() for life in world.lives.values() if life.is_alive}
+        shared = {b"sched", b"kv", b"index", b"workers", b"leader", b"deployment_key", b"gateways"}
+        for key in store.keys():
+            parts = key.split(b":", 2)
+            if key in store.deadlines or parts[1] in shared or (len(parts) > 2 and parts[2] in alive):
+                continue
+            world.violate(f"key {key.decode()} is left")

@@ -1,0 +1,154 @@
+"""An asyncio event loop whose time is virtual and whose order is chosen by a seed.
+
+When nothing is ready, time jumps to the next timer. Each simulated process is a group of handles (found by a context
+variable, which tasks and callbacks inherit): within a process the order is asyncio's, between processes it is the
+seed's, as it would be between real event loops. A process can be frozen: its handles are kept until it thaws.
+"""
+
+import asyncio
+import heapq
+import random
+from asyncio import base_events
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from typing import Any
+
+MIX_P = 0.3  # how often a turn begins with a change of order
+
+
+class Deadlock(AssertionError):
+    """Nobody waits for a time, and nobody can run."""
+
+
+class Proc:
+    """One life of a process, as the loop sees it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.frozen = False
+        self.stash: list[asyncio.Handle] = []
+
+    def context(self) -> Context:
+        """A context whose tasks belong to this process."""
+        context = copy_context()
+        context.run(PROC.set, self)
+        return context
+
+
+WORLD = Proc("world")
+PROC: ContextVar[Proc] = ContextVar("PROC", default=WORLD)
+NOBODYS = Context()
+"""For callbacks of the world itself: never frozen."""
+
+
+class _NoSelector:
+    """Stands where `BaseEventLoop` closes its selector."""
+
+    def close(self) -> None: ...
+
+
+def _is_retry(handle: asyncio.Handle) -> bool:
+    """anyio delivers a cancellation again in every turn until it is taken: that must not hold the time."""
+    return getattr(handle._callback, "__name__", "") == "_deliver_cancellation"
+
+
+class VirtualLoop(base_events.BaseEventLoop):
+    """Deterministic for a seed, as long as its tasks are."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._selector = _NoSelector()
+        self._rng = random.Random(seed)
+        self._now = 1000.0
+        self._num_frozen = 0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._num_timers = 0
+        self.turns = 0
+        self._ready: deque[asyncio.Handle]
+
+    def time(self) -> float:
+        return self._now
+
+    def freeze(self, proc: Proc) -> None:
+        """The process gets no turn until it thaws; time goes on without it."""
+        if not proc.frozen:
+            proc.frozen = True
+            self._num_frozen += 1
+
+    def thaw(self, proc: Proc) -> None:
+        if proc.frozen:
+            proc.frozen = False
+            self._num_frozen -= 1
+            self._ready.extend(proc.stash)
+            proc.stash = []
+
+    def start(self, proc: Proc, coroutine: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """A task of that process."""
+        return proc.context().run(self.create_task, coroutine)
+
+    def call_in(self, proc: Proc, callback: Callable[[], object]) -> None:
+        """Run something in that process, when its turn comes."""
+        self.call_soon(callback, context=proc.context())
+
+    def _run_once(self) -> None:
+        self._move_time()
+        ready = self._ready
+        self.turns += 1
+        if len(ready) > 1 and self._rng.random() < MIX_P:
+            self._mix()
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if handle._cancelled:
+                continue
+            if self._num_frozen:
+                proc = handle._context.get(PROC, WORLD)
+                if proc.frozen:
+                    proc.stash.append(handle)
+                    continue
+            handle._run()
+
+    def _move_time(self) -> None:
+        ready, timers = self._ready, self._timers
+        if not ready or all(_is_retry(handle) for handle in ready):
+            while timers and timers[0][2]._cancelled:
+                heapq.heappop(timers)
+            if not timers:
+                raise Deadlock("nobody can run")
+            self._now = max(self._now, timers[0][0])
+        while timers and timers[0][0] <= self._now:
+            timer = heapq.heappop(timers)[2]
+            if not timer._cancelled:
+                ready.append(timer)
+
+    def _mix(self) -> None:
+        """One process's handles go to the end of the line."""
+        last = self._rng.choice(self._ready)._context.get(PROC, WORLD)
+        first, behind = [], []
+        for handle in self._ready:
+            (behind if handle._context.get(PROC, WORLD) is last else first).append(handle)
+        self._ready.clear()
+        self._ready.extend(first)
+        self._ready.extend(behind)
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._num_timers += 1
+        heapq.heappush(self._timers, (when, self._num_timers, timer))
+        return timer
+
+    def call_later(
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
+    # --- what a loop without sockets, threads and signals does not have ---
+
+    def _process_events(self, event_list: object) -> None: ...
+
+    def _write_to_self(self) -> None: ...
+
+    def call_soon_threadsafe(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call_soon(*args, **kwargs)

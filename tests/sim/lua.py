@@ -1,0 +1,65 @@
+"""Runs the real scripts of `shared/lua` on the store: Lua 5.1, as in Redis, one function per text."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import msgspec
+from lupa import lua51
+
+from tests.sim.redis_store import Store, raw
+
+_lua = lua51.LuaRuntime(encoding=None, unpack_returned_tuples=False)
+_table = _lua.table_from
+_pack = msgspec.msgpack.Encoder().encode
+
+
+class _Here:
+    """Where `redis.call` goes just now: scripts run one at a time."""
+
+    store: Store
+
+
+def _call(name: bytes, *args: Any) -> Any:
+    answer = _Here.store.run(name.upper(), *args)
+    if answer is None:
+        return False
+    if type(answer) is list:
+        return _table([False if item is None else item for item in answer])
+    return answer
+
+
+def _cmsgpack(table: Any) -> bytes:
+    items = [table[i] for i in range(1, len(table) + 1)]
+    return _pack([item.decode() if isinstance(item, bytes) else int(item) for item in items])
+
+
+_redis = _table({b"call": _call})
+_msgpack = _table({b"pack": _cmsgpack})
+
+
+@cache
+def _compiled(text: str) -> Any:
+    source = f"return function(redis, cmsgpack) return function(KEYS, ARGV) {text}\nend end"
+    return _lua.execute(source.encode())(_redis, _msgpack)
+
+
+def evaluate(store: Store, text: str, keys: Sequence[Any], args: Sequence[Any]) -> Any:
+    """The script's answer, as redis-py gives it."""
+    _Here.store = store
+    return _answer(_compiled(text)(_table([raw(k) for k in keys]), _table([raw(a) for a in args])))
+
+
+def _answer(value: Any) -> Any:
+    if value is None or value is False:
+        return None
+    if value is True:
+        return 1
+    if isinstance(value, float):
+        return int(value)
+    if isinstance(value, bytes | int):
+        return value
+    out = []
+    for i in range(1, len(value) + 1):
+        out.append(_answer(value[i]))
+    return out

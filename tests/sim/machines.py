@@ -1,0 +1,264 @@
+"""The services of the simulation: the real ones, each in a process of its own, without HTTP, threads or torch."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.abc
+
+from services.decode.worker import DecodeWorker
+from services.engine.block_pool import BlockPool
+from services.engine.engine import Engine
+from services.engine.fake_runner import FakeRunner
+from services.engine.planner import Planner, PlannerLimits
+from services.engine.types import StepPlan, StepResult
+from services.gateway.generation import Services
+from services.gateway.ports import NullObserver
+from services.gateway.redis_port import RedisRequestPort
+from services.gateway.streams import Streams
+from services.prefill.worker import PrefillWorker
+from services.prefix_index.service import IndexService
+from services.scheduler.service import Scheduler
+from services.transfer import Identity, Region
+from shared.bus import RedisBus
+from shared.errors import BatonError
+from shared.ids import Incarnation, WorkerId
+from shared.leases import Leases
+from shared.messages import PROTOCOL_VERSION, Registration, Role
+from shared.redis_link import RedisLink
+from shared.roster import Roster
+from shared.worker_link import WorkerLink
+from tests.sim.calls import BLOCK, Words
+from tests.sim.loop import Proc
+from tests.sim.redis_sim import SimClient
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+FINGERPRINT = "sim"
+
+
+class Life:
+    """One life of a process: what dies with it."""
+
+    def __init__(self, world: World, name: str, number: int) -> None:
+        self.world, self.name = world, name
+        self.incarnation = Incarnation(f"{name}.{number}")
+        self.proc = Proc(self.incarnation)
+        self.client = SimClient(world.redis)
+        self.clock = world.clock
+        self.scope = anyio.CancelScope()
+        self.over = anyio.Event()  # dead or ended: nothing of it reaches the world any more
+        self.ready = False
+        self.slowness = 1.0
+        self.exit = ""
+        self.disturbed_at = 0.0  # last time that it could not hear or act
+        link = RedisLink(world.settings.redis, self.clock, self.client)
+        self.link, self.keys, self.randomness = link, world.keys, world.randomness
+        self.leases = Leases(link, self.keys, self.randomness)
+        self.roster = Roster(link, self.keys, world.settings.lease.heartbeat_s)
+        self.bus = RedisBus(link, self.clock)
+        # of workers
+        self.engine: Engine | None = None
+        self.worker: PrefillWorker | DecodeWorker | None = None
+        # of gateways
+        self.services: Services | None = None
+        self.tasks: anyio.abc.TaskGroup | None = None
+        # of the index
+        self.index: IndexService | None = None
+        self.scheduler: Scheduler | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.over.is_set()
+
+    async def live(self, main: Callable[[Life], Awaitable[None]]) -> None:
+        """The process, from start to exit."""
+        try:
+            with self.scope:
+                await main(self)
+        except* BatonError as group:
+            self.exit = self.exit or type(leaf(group)).__name__
+        except* Exception as group:
+            self.world.violate(f"{self.incarnation} crashed: {leaf(group)!r}", leaf(group))
+        self.over.set()
+        self.client.severed = True
+
+
+def leaf(exc: BaseException) -> BaseException:
+    while isinstance(exc, BaseExceptionGroup):
+        exc = exc.exceptions[0]
+    return exc
+
+
+class StepOffload:
+    """Runs on the event loop; takes virtual time. A cancelled caller waits for the end, as with a thread."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+
+    async def run(self, fn: Callable[..., Any], *args: object) -> Any:
+        world = self._life.world
+        cost = world.rng.uniform(0.5, 1.5) * 0.0005
+        if args and isinstance(args[0], StepPlan):
+            cost = world.rng.uniform(0.8, 1.2) * (0.004 + 0.0004 * args[0].num_tokens) * self._life.slowness
+        with anyio.CancelScope(shield=True):
+            await world.clock.sleep(cost)
+        return fn(*args)
+
+
+class WatchedRunner:
+    """The fake runner; what it asserts and what it must never see are violations."""
+
+    def __init__(self, life: Life, inner: FakeRunner) -> None:
+        self._life, self._inner = life, inner
+        self.block_bytes = inner.block_bytes
+
+    def run(self, plan: StepPlan) -> StepResult:
+        world, life = self._life.world, self._life
+        for item in plan.items:
+            world.judge.work_seen(life, item.seq_id, plan.step)
+        if life.client.severed:
+            raise RuntimeError("the process is dead")
+        if world.should_fail_step():
+            raise RuntimeError("injected")
+        try:
+            return self._inner.run(plan)
+        except AssertionError as exc:
+            world.violate(f"{life.incarnation}: wrong KV: {exc}", exc)
+            raise
+
+
+@dataclass
+class WatchedDuties:
+    """Passes everything on; tells the judge when a cancel has arrived."""
+
+    life: Life
+    inner: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def cancel(self, request_id: Any, epoch: int, reason: str) -> None:
+        assert self.life.engine is not None
+        self.inner.cancel(request_id, epoch, reason)
+        self.life.world.judge.cancel_heard(self.life, request_id, epoch, self.life.engine.stats().steps)
+
+
+def build_engine(life: Life) -> tuple[Engine, Region]:
+    config = life.world.settings.engine
+    inner = FakeRunner(config.num_blocks, BLOCK, thorough=life.world.plan.thorough)
+    region = Region.__new__(Region)
+    region.num_blocks, region.block_bytes, region.fd = config.num_blocks, inner.block_bytes, -1
+    region.buffer = inner.region
+    limits = PlannerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=min(config.num_blocks * BLOCK, 160),
+    )
+    pool = BlockPool(config.num_blocks, BLOCK)
+    runner = WatchedRunner(life, inner)
+    life.engine = Engine(Planner(pool, limits), runner, StepOffload(life), life.clock)
+    return life.engine, region
+
+
+def registration(life: Life, role: Role, endpoints: tuple[Any, ...]) -> Registration:
+    config = life.world.settings.engine
+    return Registration(
+        worker_id=WorkerId(life.name),
+        incarnation=life.incarnation,
+        role=role,
+        model="sim",
+        fingerprint=FINGERPRINT,
+        protocol=PROTOCOL_VERSION,
+        block_size=BLOCK,
+        num_blocks=config.num_blocks,
+        max_model_len=min(config.num_blocks * BLOCK, 160),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        endpoints=endpoints,
+    )
+
+
+async def prefill_main(life: Life) -> None:
+    world, settings = life.world, life.world.settings
+    engine, region = build_engine(life)
+    key = await life.leases.deployment_key()
+    identity = Identity(life.incarnation, FINGERPRINT)
+    source = world.network.source(region, identity, key, settings.transfer)
+    worker = PrefillWorker(
+        *(life.incarnation, engine, source, life.leases),
+        *(settings.lease.lease_s, registration(life, "prefill", ()).max_model_len, settings.scheduler.max_attempts),
+    )
+    life.worker = worker
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(source.serve)
+        await _serve_worker(life, worker, registration(life, "prefill", (source.endpoint(),)), tasks)
+
+
+async def decode_main(life: Life) -> None:
+    world, settings = life.world, life.world.settings
+    engine, region = build_engine(life)
+    identity = Identity(life.incarnation, FINGERPRINT)
+    reader = world.network.reader(region, identity, settings.transfer, StepOffload(life))
+    worker = DecodeWorker(
+        *(life.incarnation, engine, reader, life.leases),
+        *(settings.lease.lease_s, registration(life, "decode", ()).max_model_len, settings.scheduler.max_attempts),
+    )
+    life.worker = worker
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(reader.serve)
+        await _serve_worker(life, worker, registration(life, "decode", ()), tasks)
+
+
+async def _serve_worker(
+    life: Life, worker: PrefillWorker | DecodeWorker, reg: Registration, tasks: anyio.abc.TaskGroup
+) -> None:
+    duties = WatchedDuties(life, worker)
+    link = WorkerLink(
+        reg, duties, life.bus, life.keys, life.leases, life.roster, life.clock, life.world.settings.lease
+    )
+    await tasks.start(worker.run, link)
+    tasks.start_soon(link.read)
+    tasks.start_soon(link.renew)
+    await tasks.start(link.beat)
+    life.ready = True
+
+
+async def scheduler_main(life: Life) -> None:
+    settings = life.world.settings
+    life.scheduler = Scheduler(
+        *(life.bus, life.keys, life.leases, life.roster, life.incarnation, life.clock, life.randomness),
+        *(lambda: life.link.last_outage, settings.scheduler, settings.lease),
+    )
+    await life.scheduler.run()
+
+
+async def index_main(life: Life) -> None:
+    life.index = IndexService(life.bus, life.keys, life.roster, life.clock, life.world.settings.index)
+    await life.index.run()
+
+
+async def gateway_main(life: Life) -> None:
+    settings = life.world.settings
+    port = RedisRequestPort(
+        *(life.incarnation, life.leases, life.roster, life.bus, life.keys, life.clock, settings.gateway.max_queued)
+    )
+    streams = Streams(port, life.clock, NullObserver())
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(streams.run)
+        life.tasks = tasks
+        life.services = Services(port, streams, Words(), life.clock, NullObserver())  # type: ignore[arg-type]
+        life.ready = True
+
+
+MAINS: dict[str, Callable[[Life], Awaitable[None]]] = {
+    "prefill": prefill_main,
+    "decode": decode_main,
+    "scheduler": scheduler_main,
+    "index": index_main,
+    "gateway": gateway_main,
+}

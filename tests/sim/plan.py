@@ -1,0 +1,86 @@
+"""What a seed decides before the world begins: sizes, clients and faults. A plan is data: it can be printed, shortened
+and run again."""
+
+from dataclasses import dataclass, field
+from random import Random
+
+from tests.sim.calls import Ask, draw_asks
+
+FAULTS = ("crash", "freeze", "slow", "redis_down", "lost_replies", "cut", "flip", "kv_loss", "kv_repeat", "partition")
+
+
+@dataclass(frozen=True)
+class Fault:
+    at: float  # seconds after the start
+    kind: str
+    target: str = ""  # a slot, e.g. decode-1
+    seconds: float = 0.0
+    amount: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.at:8.3f}s {self.kind} {self.target} {self.seconds:.2f}s {self.amount:g}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    seed: int
+    asks: tuple[Ask, ...]
+    faults: tuple[Fault, ...]
+    num_prefill: int = 2
+    num_decode: int = 2
+    num_gateways: int = 2
+    num_blocks: int = 96
+    max_attempts: int = 12
+    thorough: bool = False
+    check_every: int = 16  # steps between two checks of an engine
+    tags: frozenset[str] = field(default_factory=frozenset)
+
+
+def draw(seed: int, num_requests: int, *, calm: bool = False) -> Plan:
+    """The plan of a seed."""
+    rng = Random(f"plan {seed}")
+    rate = rng.choice((40.0, 80.0, 120.0))
+    asks = tuple(draw_asks(rng, num_requests, rate))
+    num_prefill, num_decode = rng.choice(((2, 2), (1, 2), (2, 1), (3, 2), (1, 1), (0, 2)))
+    slots = [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]
+    slots += ["gateway-0", "gateway-1", "scheduler-0", "index-0"]
+    span = asks[-1].at
+    faults = () if calm else tuple(draw_faults(rng, span, slots))
+    return Plan(
+        seed,
+        asks,
+        faults,
+        num_prefill,
+        num_decode,
+        num_blocks=rng.choice((48, 96, 160)),
+        thorough=seed % 4 == 0,
+    )
+
+
+def draw_faults(rng: Random, span: float, slots: list[str]) -> list[Fault]:
+    faults, at = [], rng.expovariate(2.0)
+    while at < span:
+        faults.append(_fault(rng, at, slots))
+        at += rng.expovariate(1 / 0.8)
+    return faults
+
+
+def _fault(rng: Random, at: float, slots: list[str]) -> Fault:
+    kind = rng.choice(FAULTS)
+    match kind:
+        case "crash" | "cut":
+            return Fault(at, kind, rng.choice(slots))
+        case "freeze":
+            return Fault(at, kind, rng.choice(slots), rng.choice((0.2, 0.8, 2.0, 5.0)))
+        case "partition":
+            return Fault(at, kind, rng.choice(slots), rng.choice((0.2, 0.8, 2.0, 5.0)))
+        case "slow":
+            return Fault(at, kind, rng.choice(slots), rng.uniform(0.5, 3), rng.choice((3, 10, 30)))
+        case "redis_down":
+            return Fault(at, kind, "", rng.choice((0.01, 0.1, 1.0, 3.0)))
+        case "lost_replies":
+            return Fault(at, kind, "", rng.uniform(0.1, 2), rng.choice((0.02, 0.2, 0.6)))
+        case "flip":
+            return Fault(at, kind, "", 0.0, rng.choice((1, 3, 8)))
+        case _:
+            return Fault(at, kind, "", rng.uniform(0.2, 2), rng.choice((0.1, 0.5)))

@@ -1,0 +1,308 @@
+"""Redis as a process of the simulation: latency, outages, lost answers, blocking reads, all on virtual time.
+
+A command takes effect at one moment, some time after it was sent and some time before its answer comes; whoever sent
+it may be cancelled, frozen or dead meanwhile. Commands of one process overtake each other, as over a pool of
+connections.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha1
+from random import Random
+from typing import Any
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from shared.redis_link import SOCKET_TIMEOUT_S
+from shared.scripts import sources
+from tests.sim.loop import NOBODYS, VirtualLoop
+from tests.sim.lua import evaluate
+from tests.sim.redis_store import Store
+
+SCRIPTS = sources()
+_NAMES = {sha1(text.encode()).hexdigest(): name for name, text in SCRIPTS.items()}
+_BY_TEXT = {text: name for name, text in SCRIPTS.items()}
+
+Reply = asyncio.Future[Any]
+Observer = Callable[[str, list[Any], list[Any], Any], None]
+"""Told of each script that ran: name, keys, args, answer."""
+
+
+@dataclass(slots=True)
+class Blocked:
+    """A reader that waits for entries."""
+
+    client: "SimClient"
+    reply: Reply
+    count: int
+    wanted: dict[bytes, bytes]
+    timer: asyncio.TimerHandle
+
+
+@dataclass(slots=True)
+class Network:
+    """What may go wrong between a process and Redis; moved by the faults."""
+
+    lose_reply_p: float = 0.0
+    slow_p: float = 0.2
+    latency_s: float = 0.0003
+
+
+class SimRedis:
+    """The server. `observers` see every script, in the order of their effects."""
+
+    def __init__(self, loop: VirtualLoop, rng: Random, overrides: dict[str, str] | None = None) -> None:
+        self._loop, self._rng = loop, rng
+        self._texts = SCRIPTS | (overrides or {})
+        self._known: set[str] = set()
+        self.store = Store(lambda: loop.time() + self.time_jump)
+        self.time_jump = 1_700_000_000.0
+        self.network = Network()
+        self.down = False
+        self.observers: list[Observer] = []
+        self.filters: list[Callable[[bytes, list[Any]], bool]] = []  # False: the XADD is swallowed
+        self.num_commands = 0
+        self._blocked: list[Blocked] = []
+        self._open: dict[Reply, None] = {}
+
+    # --- faults ---
+
+    def stop(self) -> None:
+        """Every open connection breaks; what was not executed yet never is."""
+        self.down = True
+        self._known.clear()
+        for blocked in self._blocked:
+            blocked.timer.cancel()
+        self._blocked.clear()
+        waiting, self._open = self._open, {}
+        for reply in waiting:
+            _fail(reply, RedisConnectionError("connection closed by server"))
+
+    def start(self) -> None:
+        """All that was executed is there again."""
+        self.down = False
+
+    def wipe(self) -> None:
+        """All is lost: an empty server took over."""
+        self.store.data.clear()
+        self.store.deadlines.clear()
+
+    # --- from clients ---
+
+    def send(self, client: "SimClient", execute: Callable[[], Any]) -> Reply:
+        """A command on its way."""
+        loop, network = self._loop, self.network
+        reply: Reply = loop.create_future()
+        if self.down or client.severed:
+            loop.call_later(0.001, _fail, reply, RedisConnectionError("connection refused"), context=NOBODYS)
+            return reply
+        if client.partitioned:
+            loop.call_later(SOCKET_TIMEOUT_S, _fail, reply, RedisTimeoutError("time-out"), context=NOBODYS)
+            client.hanging.append(reply)
+            return reply
+        self._open[reply] = None
+        delay = self._rng.random() * network.latency_s
+        if self._rng.random() < network.slow_p:
+            delay *= 10
+        loop.call_later(delay, self._execute, client, reply, execute, context=NOBODYS)
+        return reply
+
+    def block(self, client: "SimClient", reply: Reply, count: int, wanted: dict[bytes, bytes], ms: int) -> None:
+        """Answer when entries come, or with nothing after the time."""
+        self._open[reply] = None
+        timer = self._loop.call_later(ms / 1000, self._unblock, reply, context=NOBODYS)
+        self._blocked.append(Blocked(client, reply, count, wanted, timer))
+
+    def _execute(self, client: "SimClient", reply: Reply, execute: Callable[[], Any]) -> None:
+        if self._open.pop(reply, False) is False:
+            return  # the server went down before it read the command
+        self.num_commands += 1
+        try:
+            answer = execute()
+        except NoScriptError as exc:
+            _fail(reply, exc)
+            return
+        if answer is _LATER:
+            self.block(client, reply, *execute.wait)  # type: ignore[attr-defined]
+        elif self._rng.random() < self.network.lose_reply_p:
+            _fail(reply, RedisConnectionError("connection reset"))
+        else:
+            _answer(reply, answer)
+        if self.store.added:
+            self._serve_blocked()
+
+    def _unblock(self, reply: Reply) -> None:
+        self._blocked = [b for b in self._blocked if b.reply is not reply]
+        self._open.pop(reply, None)
+        _answer(reply, None)
+
+    def _serve_blocked(self) -> None:
+        added, self.store.added = self.store.added, set()
+        for blocked in [b for b in self._blocked if not added.isdisjoint(b.wanted)]:
+            if blocked.reply.done():
+                self._drop(blocked)
+            elif (found := self.store.xread(blocked.count, blocked.wanted)) is not None:
+                self._drop(blocked)
+                _answer(blocked.reply, found)
+
+    def _drop(self, blocked: Blocked) -> None:
+        self._blocked.remove(blocked)
+        self._open.pop(blocked.reply, None)
+        blocked.timer.cancel()
+
+    # --- commands ---
+
+    def command(self, args: list[Any]) -> Any:
+        name = args[0].encode()
+        if name == b"XADD":
+            return self._xadd(args)
+        return self.store.run(name, *args[1:])
+
+    def _xadd(self, args: list[Any]) -> Any:
+        if all(keep(args[1].encode(), args) for keep in self.filters):
+            return self.store.run(b"XADD", *args[1:])
+        return b"0-1"
+
+    def script(self, name: str, keys: list[Any], args: list[Any]) -> Any:
+        answer = evaluate(self.store, self._texts[name], keys, args)
+        for observe in self.observers:
+            observe(name, keys, args, answer)
+        return answer
+
+    def script_by_digest(self, digest: str, keys: list[Any], args: list[Any]) -> Any:
+        if digest not in self._known:
+            raise NoScriptError("NOSCRIPT")
+        return self.script(_NAMES[digest], keys, args)
+
+    def script_by_text(self, text: str, keys: list[Any], args: list[Any]) -> Any:
+        name = _BY_TEXT[text]
+        self._known.add(sha1(text.encode()).hexdigest())
+        return self.script(name, keys, args)
+
+
+class _Later:
+    """The answer of a read that blocks."""
+
+
+_LATER = _Later()
+
+
+class _Read:
+    """XREAD, as something to execute."""
+
+    def __init__(self, server: SimRedis, count: int, ms: int, wanted: dict[bytes, bytes]) -> None:
+        self._server = server
+        self.wait = (count, wanted, ms)
+
+    def __call__(self) -> Any:
+        count, wanted, _ = self.wait
+        found = self._server.store.xread(count, wanted)
+        return _LATER if found is None else found
+
+
+class SimClient:
+    """The part of `redis.asyncio.Redis` that Baton uses, of one process.
+
+    severed: the process is dead, nothing leaves it; partitioned: its packets vanish.
+    """
+
+    def __init__(self, server: SimRedis) -> None:
+        self._server = server
+        self.severed = False
+        self.partitioned = False
+        self.hanging: list[Reply] = []
+
+    def rejoin(self) -> None:
+        """The partition is over: what hung is reset."""
+        self.partitioned = False
+        for reply in self.hanging:
+            _fail(reply, RedisConnectionError("connection reset"))
+        self.hanging.clear()
+
+    def _run(self, *args: Any) -> Reply:
+        server = self._server
+        return server.send(self, lambda: server.command(list(args)))
+
+    def execute_command(self, *args: Any) -> Reply:
+        if args[0] != "XREAD":
+            return self._run(*args)
+        _, _, count, _, ms, _, *rest = args
+        half = len(rest) // 2
+        wanted = dict(zip(rest[:half], rest[half:], strict=True))
+        return self._server.send(self, _Read(self._server, count, ms, wanted))
+
+    def evalsha(self, digest: str, num_keys: int, *rest: Any) -> Reply:
+        server, keys, args = self._server, list(rest[:num_keys]), list(rest[num_keys:])
+        return server.send(self, lambda: server.script_by_digest(digest, keys, args))
+
+    def eval(self, text: str, num_keys: int, *rest: Any) -> Reply:
+        server, keys, args = self._server, list(rest[:num_keys]), list(rest[num_keys:])
+        return server.send(self, lambda: server.script_by_text(text, keys, args))
+
+    def hmget(self, key: str, *fields: str) -> Reply:
+        return self._run("HMGET", key, *fields)
+
+    def hget(self, key: str, field: str) -> Reply:
+        return self._run("HGET", key, field)
+
+    def hkeys(self, key: str) -> Reply:
+        return self._run("HKEYS", key)
+
+    def get(self, key: str) -> Reply:
+        return self._run("GET", key)
+
+    def setnx(self, key: str, value: Any) -> Reply:
+        return self._run("SETNX", key, value)
+
+    def smembers(self, key: str) -> Reply:
+        return self._run("SMEMBERS", key)
+
+    def zrangebyscore(self, key: str, low: Any, high: Any) -> Reply:
+        return self._run("ZRANGEBYSCORE", key, low, high)
+
+    def xlen(self, key: str) -> Reply:
+        return self._run("XLEN", key)
+
+    async def zrange(self, key: str, first: int, last: int, withscores: bool = False) -> Any:
+        options = ("WITHSCORES",) if withscores else ()
+        flat = await self._run("ZRANGE", key, first, last, *options)
+        return [(m, float(s)) for m, s in zip(flat[::2], flat[1::2], strict=True)] if withscores else flat
+
+    async def time(self) -> tuple[int, int]:
+        seconds, micros = await self._run("TIME")
+        return int(seconds), int(micros)
+
+    def pipeline(self, transaction: bool = False) -> "SimPipeline":
+        return SimPipeline(self, self._server)
+
+    async def aclose(self) -> None: ...
+
+
+class SimPipeline:
+    """Commands that are sent together."""
+
+    def __init__(self, client: SimClient, server: SimRedis) -> None:
+        self._client, self._server = client, server
+        self._commands: list[list[Any]] = []
+
+    def execute_command(self, *args: Any) -> None:
+        self._commands.append(list(args))
+
+    def execute(self) -> Reply:
+        """As in redis-py, the commands are forgotten, whatever comes of it."""
+        server, commands = self._server, self._commands
+        self._commands = []
+        return server.send(self._client, lambda: [server.command(c) for c in commands])
+
+
+def _answer(reply: Reply, answer: Any) -> None:
+    if not reply.done():
+        reply.set_result(answer)
+
+
+def _fail(reply: Reply, error: Exception) -> None:
+    if not reply.done():
+        reply.set_exception(error)

@@ -1,0 +1,288 @@
+"""A small Redis in memory: the commands that Baton's scripts and clients use, and no others.
+
+Values and answers are what redis-py gives for them without decoding: bytes, ints, lists, None. `test_redis_model.py`
+holds it equal to a real server. Time is a function handed in, so that TTLs and TIME are virtual.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from typing import Any
+
+Arg = Any
+EntryId = tuple[int, int]
+
+
+class WrongType(Exception):
+    """A command met a key of another kind: a bug of the caller."""
+
+
+class Stream:
+    """Entries by id, oldest first."""
+
+    def __init__(self) -> None:
+        self.ids: list[EntryId] = []
+        self.entries: dict[EntryId, list[bytes]] = {}
+        self.last: EntryId = (0, 0)
+
+    def add(self, now_ms: int, fields: list[bytes]) -> EntryId:
+        entry = (now_ms, 0) if now_ms > self.last[0] else (self.last[0], self.last[1] + 1)
+        self.last = entry
+        self.ids.append(entry)
+        self.entries[entry] = fields
+        return entry
+
+    def after(self, entry: EntryId, count: int) -> list[EntryId]:
+        start = bisect_right(self.ids, entry)
+        return self.ids[start : start + count]
+
+    def delete(self, entry: EntryId) -> int:
+        if self.entries.pop(entry, None) is None:
+            return 0
+        del self.ids[bisect_left(self.ids, entry)]
+        return 1
+
+
+class Zset(dict[bytes, float]):
+    """Member -> score."""
+
+    def ordered(self) -> list[tuple[float, bytes]]:
+        return sorted((score, member) for member, score in self.items())
+
+
+def raw(value: Arg) -> bytes:
+    """An argument as Redis sees it."""
+    if type(value) is bytes:
+        return value
+    if isinstance(value, str):
+        return value.encode()
+    return number(value)
+
+
+def number(value: float) -> bytes:
+    """As Lua's `%.17g`: whole numbers without a point."""
+    return b"%d" % value if value == int(value) else repr(value).encode()
+
+
+def parse_id(value: bytes) -> EntryId:
+    ms, _, seq = value.partition(b"-")
+    return int(ms), int(seq or 0)
+
+
+def show_id(entry: EntryId) -> bytes:
+    return b"%d-%d" % entry
+
+
+class Store:
+    """All keys. `run(name, *args)` is one command.
+
+    :param now: seconds since the epoch.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self.data: dict[bytes, Any] = {}
+        self.deadlines: dict[bytes, float] = {}
+        self.added: set[bytes] = set()  # streams that grew since the owner last looked
+        self._commands: dict[bytes, Callable[..., Any]] = {
+            name.removeprefix("_do_").upper().encode(): getattr(self, name)
+            for name in dir(self)
+            if name.startswith("_do_")
+        }
+
+    def run(self, name: bytes, *args: Arg) -> Any:
+        return self._commands[name](*map(raw, args))
+
+    def has(self, name: bytes) -> bool:
+        return name in self._commands
+
+    # --- keys ---
+
+    def get(self, key: bytes, kind: type | None = None) -> Any:
+        """The live value, or None."""
+        deadline = self.deadlines.get(key)
+        if deadline is not None and deadline <= self._now():
+            self.drop(key)
+            return None
+        value = self.data.get(key)
+        if kind is not None and value is not None and type(value) is not kind:
+            raise WrongType(key)
+        return value
+
+    def drop(self, key: bytes) -> int:
+        self.deadlines.pop(key, None)
+        return self.data.pop(key, None) is not None
+
+    def keys(self) -> list[bytes]:
+        return [key for key in list(self.data) if self.get(key) is not None]
+
+    def _make(self, key: bytes, kind: type) -> Any:
+        value = self.get(key, kind)
+        if value is None:
+            value = self.data[key] = kind()
+        return value
+
+    def _shrunk(self, key: bytes, value: Any) -> None:
+        if not value:
+            self.drop(key)
+
+    def _do_exists(self, key: bytes) -> int:
+        return int(self.get(key) is not None)
+
+    def _do_del(self, *keys: bytes) -> int:
+        return sum(self.drop(key) for key in keys if self.get(key) is not None)
+
+    def _do_pexpire(self, key: bytes, ms: bytes) -> int:
+        if self.get(key) is None:
+            return 0
+        self.deadlines[key] = self._now() + int(ms) / 1000
+        return 1
+
+    def _do_persist(self, key: bytes) -> int:
+        return int(self.get(key) is not None and self.deadlines.pop(key, None) is not None)
+
+    def _do_time(self) -> list[bytes]:
+        micros = round(self._now() * 1e6)
+        return [b"%d" % (micros // 1_000_000), b"%d" % (micros % 1_000_000)]
+
+    def now_ms(self) -> int:
+        return round(self._now() * 1e6) // 1000
+
+    # --- strings ---
+
+    def _do_get(self, key: bytes) -> bytes | None:
+        return self.get(key, bytes)
+
+    def _do_set(self, key: bytes, value: bytes) -> bytes:
+        self.drop(key)
+        self.data[key] = value
+        return b"OK"
+
+    def _do_setnx(self, key: bytes, value: bytes) -> int:
+        if self.get(key) is not None:
+            return 0
+        self.data[key] = value
+        return 1
+
+    def _do_append(self, key: bytes, value: bytes) -> int:
+        self.data[key] = (self.get(key, bytes) or b"") + value
+        return len(self.data[key])
+
+    def _do_strlen(self, key: bytes) -> int:
+        return len(self.get(key, bytes) or b"")
+
+    # --- hashes ---
+
+    def _do_hget(self, key: bytes, field: bytes) -> bytes | None:
+        return (self.get(key, dict) or {}).get(field)
+
+    def _do_hmget(self, key: bytes, *fields: bytes) -> list[bytes | None]:
+        value = self.get(key, dict) or {}
+        return [value.get(field) for field in fields]
+
+    def _do_hset(self, key: bytes, *pairs: bytes) -> int:
+        value = self._make(key, dict)
+        before = len(value)
+        value.update(zip(pairs[::2], pairs[1::2], strict=True))
+        return len(value) - before
+
+    def _do_hdel(self, key: bytes, *fields: bytes) -> int:
+        value = self.get(key, dict) or {}
+        gone = sum(value.pop(field, None) is not None for field in fields)
+        self._shrunk(key, value)
+        return gone
+
+    def _do_hkeys(self, key: bytes) -> list[bytes]:
+        return list(self.get(key, dict) or {})
+
+    def _do_hlen(self, key: bytes) -> int:
+        return len(self.get(key, dict) or {})
+
+    def _do_hgetall(self, key: bytes) -> list[bytes]:
+        return [part for pair in (self.get(key, dict) or {}).items() for part in pair]
+
+    def _do_hincrby(self, key: bytes, field: bytes, by: bytes) -> int:
+        value = self._make(key, dict)
+        value[field] = b"%d" % (int(value.get(field, b"0")) + int(by))
+        return int(value[field])
+
+    # --- sets ---
+
+    def _do_sadd(self, key: bytes, *members: bytes) -> int:
+        value = self._make(key, set)
+        before = len(value)
+        value.update(members)
+        return len(value) - before
+
+    def _do_srem(self, key: bytes, *members: bytes) -> int:
+        value = self.get(key, set) or set()
+        before = len(value)
+        value.difference_update(members)
+        self._shrunk(key, value)
+        return before - len(value)
+
+    def _do_smembers(self, key: bytes) -> list[bytes]:
+        return sorted(self.get(key, set) or ())
+
+    def _do_scard(self, key: bytes) -> int:
+        return len(self.get(key, set) or ())
+
+    def _do_sismember(self, key: bytes, member: bytes) -> int:
+        return int(member in (self.get(key, set) or ()))
+
+    # --- sorted sets ---
+
+    def _do_zadd(self, key: bytes, *pairs: bytes) -> int:
+        value = self._make(key, Zset)
+        before = len(value)
+        for score, member in zip(pairs[::2], pairs[1::2], strict=True):
+            value[member] = float(score)
+        return len(value) - before
+
+    def _do_zrem(self, key: bytes, *members: bytes) -> int:
+        value = self.get(key, Zset) or {}
+        gone = sum(value.pop(member, None) is not None for member in members)
+        self._shrunk(key, value)
+        return gone
+
+    def _do_zcard(self, key: bytes) -> int:
+        return len(self.get(key, Zset) or ())
+
+    def _do_zscore(self, key: bytes, member: bytes) -> bytes | None:
+        score = (self.get(key, Zset) or {}).get(member)
+        return None if score is None else number(score)
+
+    def _do_zrange(self, key: bytes, first: bytes, last: bytes, *options: bytes) -> list[Any]:
+        assert (first, last) == (b"0", b"-1"), "only whole ranges are modelled"
+        pairs = (self.get(key, Zset) or Zset()).ordered()
+        if options:
+            return [part for score, member in pairs for part in (member, number(score))]
+        return [member for _, member in pairs]
+
+    def _do_zrangebyscore(self, key: bytes, low: bytes, high: bytes) -> list[bytes]:
+        assert low == b"-inf"
+        return [member for score, member in (self.get(key, Zset) or Zset()).ordered() if score <= float(high)]
+
+    # --- streams ---
+
+    def _do_xadd(self, key: bytes, entry: bytes, *fields: bytes) -> bytes:
+        assert entry == b"*"
+        self.added.add(key)
+        return show_id(self._make(key, Stream).add(self.now_ms(), list(fields)))
+
+    def _do_xdel(self, key: bytes, *entries: bytes) -> int:
+        stream = self.get(key, Stream)
+        return sum(stream.delete(parse_id(entry)) for entry in entries) if stream else 0
+
+    def _do_xlen(self, key: bytes) -> int:
+        stream = self.get(key, Stream)
+        return len(stream.ids) if stream else 0
+
+    def xread(self, count: int, wanted: dict[bytes, bytes]) -> list[Any] | None:
+        """Entries after the given ids; None if there are none: the caller blocks."""
+        reply = []
+        for key, last in wanted.items():
+            stream = self.get(key, Stream)
+            found = stream.after(parse_id(last), count) if stream else []
+            if stream and found:
+                reply.append([key, [[show_id(entry), stream.entries[entry]] for entry in found]])
+        return reply or None

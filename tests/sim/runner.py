@@ -1,0 +1,88 @@
+"""Runs plans: one, many, or one made as short as it can be."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import structlog
+
+from tests.sim.loop import VirtualLoop
+from tests.sim.plan import Plan
+from tests.sim.world import World
+
+LIMIT_S = 60.0
+"""Virtual seconds after the last fault within which everybody must be answered and all be quiet."""
+
+
+@dataclass(frozen=True)
+class Report:
+    plan: Plan
+    violations: tuple[str, ...]
+    outcomes: dict[str, int]
+    virtual_s: float
+    num_turns: int
+    num_commands: int
+    log: tuple[str, ...]
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """No logs: millions of events are told otherwise."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50), cache_logger_on_first_use=False)
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
+def run(plan: Plan, overrides: dict[str, str] | None = None) -> Report:
+    """One world from its start to its end."""
+    loop = VirtualLoop(plan.seed)
+    loop.set_exception_handler(lambda _loop, _context: None)
+    gc.disable()  # by the number of objects, so at other moments in every run
+    with silence():
+        try:
+            world = loop.run_until_complete(_main(loop, plan, overrides))
+        finally:
+            _end(loop)
+    outcomes: dict[str, int] = {}
+    for call in world.calls:
+        outcomes[call.outcome] = outcomes.get(call.outcome, 0) + 1
+    return Report(
+        plan,
+        tuple(world.violations),
+        outcomes,
+        world.time(),
+        loop.turns,
+        world.redis.num_commands,
+        tuple(world.log),
+    )
+
+
+async def _main(loop: VirtualLoop, plan: Plan, overrides: dict[str, str] | None) -> World:
+    world = World(loop, plan, overrides)
+    await world.run(LIMIT_S)
+    return world
+
+
+def _end(loop: VirtualLoop) -> None:
+    """Let the dead finish dying, so that no coroutine is torn down by the garbage collector."""
+    loop.run_until_complete(_last_breath(loop))
+    loop.close()
+    gc.enable()
+    gc.collect()
+
+
+async def _last_breath(loop: VirtualLoop) -> None:
+    import asyncio
+
+    me = asyncio.current_task()
+    for _ in range(200):
+        others = [task for task in asyncio.all_tasks(loop) if task is not me]
+        if not others:
+            return
+        await asyncio.sleep(0.5)
+        for task in others:
+            task.cancel()

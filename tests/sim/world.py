@@ -1,0 +1,289 @@
+"""One world: a Redis, the services, their clients and their misfortunes, in one loop on virtual time."""
+
+from __future__ import annotations
+
+import traceback
+from random import Random
+
+import anyio
+
+from services.engine.planner import Planner
+from services.transfer.fake import Faults, FakeNetwork
+from shared.clock import Clock
+from shared.config import (
+    EngineConfig,
+    GatewayConfig,
+    LeaseConfig,
+    RedisConfig,
+    SchedulerConfig,
+    Settings,
+    TransferConfig,
+)
+from shared.keys import Keys
+from shared.randomness import SeededRandomness
+from tests.sim.calls import BLOCK, Call
+from tests.sim.judge import Judge
+from tests.sim.loop import VirtualLoop
+from tests.sim.machines import MAINS, Life
+from tests.sim.plan import Fault, Plan
+from tests.sim.redis_sim import SimRedis
+
+RESTART_S = 0.3
+
+
+class LoopClock:
+    """The loop's virtual time."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+
+    def now(self) -> float:
+        return self._loop.time()
+
+    def wall(self) -> float:
+        return self._loop.time()
+
+    async def sleep(self, seconds: float) -> None:
+        await anyio.sleep(seconds)
+
+
+class Violation(AssertionError):
+    """Something happened that must never."""
+
+
+def settings_of(plan: Plan) -> Settings:
+    return Settings(
+        redis=RedisConfig(cell="sim", retry_s=6.0),
+        gateway=GatewayConfig(max_queued=400),
+        scheduler=SchedulerConfig(
+            min_handoff_tokens=6, growth_tokens=8, max_attempts=plan.max_attempts, reap_every_s=0.25
+        ),
+        lease=LeaseConfig(lease_s=2.0, heartbeat_s=0.4),
+        engine=EngineConfig(block_size=BLOCK, num_blocks=plan.num_blocks, max_num_seqs=12, max_num_batched_tokens=24),
+        transfer=TransferConfig(idle_timeout_s=4.0, hold_s=4.0),
+    )
+
+
+class World:
+    """Owner of all that the services share, and of the faults. `violations` must stay empty."""
+
+    def __init__(self, loop: VirtualLoop, plan: Plan, overrides: dict[str, str] | None = None) -> None:
+        self.loop, self.plan = loop, plan
+        self.rng = Random(f"world {plan.seed}")
+        self.clock: Clock = LoopClock(loop)
+        self.began = loop.time()
+        self.settings = settings_of(plan)
+        self.keys = Keys("sim")
+        self.randomness = SeededRandomness(plan.seed)
+        self.redis = SimRedis(loop, Random(f"redis {plan.seed}"), overrides)
+        self.network = FakeNetwork(self.clock, Faults())
+        self.lives: dict[str, Life] = {}
+        self.all_lives: list[Life] = []
+        self.calls = [Call(ask) for ask in plan.asks]
+        self.violations: list[str] = []
+        self.log: list[str] = []
+        self.stopping = False
+        self.failed = anyio.Event()
+        self.step_fails = 0
+        self.judge = Judge(self)
+
+    def time(self) -> float:
+        """Seconds since the start."""
+        return self.loop.time() - self.began
+
+    def note(self, text: str) -> None:
+        self.log.append(f"{self.time():8.3f}s {text}")
+
+    def violate(self, text: str, exc: BaseException | None = None) -> None:
+        """Note a violation; the world ends."""
+        where = "".join(traceback.format_exception(exc)[-6:]) if exc is not None else ""
+        self.violations.append(f"{self.time():.3f}s {text}\n{where}".rstrip())
+        self.failed.set()
+
+    def should_fail_step(self) -> bool:
+        if self.step_fails:
+            self.step_fails -= 1
+            return True
+        return False
+
+    # --- processes ---
+
+    def slots(self) -> list[str]:
+        plan = self.plan
+        counts = {"prefill": plan.num_prefill, "decode": plan.num_decode, "gateway": plan.num_gateways}
+        names = [f"{role}-{i}" for role, count in counts.items() for i in range(count)]
+        return [*names, "scheduler-0", "index-0"]
+
+    async def supervise(self, name: str) -> None:
+        """Start the process, and start it again whenever it ends."""
+        number = 0
+        main = MAINS[name.split("-")[0]]
+        while not self.stopping:
+            number += 1
+            life = self.lives[name] = Life(self, name, number)
+            self.all_lives.append(life)
+            self.loop.start(life.proc, life.live(main))
+            await life.over.wait()
+            if life.exit:
+                self.note(f"{life.incarnation} exits: {life.exit}")
+            self.bury(life)
+            await self.clock.sleep(RESTART_S)
+
+    def bury(self, life: Life) -> None:
+        """Nothing of a dead process reaches anybody, and what waits for it learns that it is gone."""
+        life.client.severed = True
+        service = self.network.services.pop(life.incarnation, None)
+        if service is not None:
+            self.network.cut(service)
+        self.network.cut(reader=life.incarnation)
+        if life.name.startswith("gateway"):
+            for call in self.judge.calls_of(life):
+                if call.is_open:
+                    call.broken = True
+                    call.end("broken", self.clock.now())
+
+    def crash(self, life: Life) -> None:
+        """SIGKILL."""
+        if life.is_alive:
+            self.bury(life)
+            self.loop.thaw(life.proc)
+            life.over.set()
+            life.scope.cancel()
+
+    # --- clients ---
+
+    async def client(self, call: Call) -> None:
+        """Arrives, finds a gateway, talks, perhaps leaves early."""
+        await self.clock.sleep(call.ask.at)
+        while (life := self._gateway()) is None:
+            await self.clock.sleep(0.05)
+        assert life.tasks is not None
+        assert life.services is not None
+        self.judge.began(call, life)
+        life.proc.context().run(life.tasks.start_soon, call.talk, life.services, life.incarnation, self.clock)
+        if call.ask.leaves_after is not None:
+            await self.clock.sleep(call.ask.leaves_after)
+            self.loop.call_in(life.proc, call.scope.cancel)
+
+    def _gateway(self) -> Life | None:
+        ready = [self.lives[s] for s in self.slots() if s.startswith("gateway") and s in self.lives]
+        ready = [life for life in ready if life.ready and life.is_alive]
+        return self.rng.choice(ready) if ready else None
+
+    def all_answered(self) -> bool:
+        return not any(call.is_open for call in self.calls)
+
+    # --- faults ---
+
+    async def suffer(self, fault: Fault) -> None:
+        await self.clock.sleep(fault.at)
+        life = self.lives.get(fault.target)
+        self.note(f"fault {fault.kind} {life.incarnation if life else ''} {fault.seconds:.2f}s {fault.amount:g}")
+        await getattr(self, f"_suffer_{fault.kind}")(fault, life)
+        self.note(f"end of {fault.kind} {life.incarnation if life else ''}")
+
+    async def _suffer_crash(self, fault: Fault, life: Life | None) -> None:
+        if life is not None:
+            self.crash(life)
+
+    async def _suffer_freeze(self, fault: Fault, life: Life | None) -> None:
+        if life is not None and life.is_alive:
+            self.loop.freeze(life.proc)
+            await self.clock.sleep(fault.seconds)
+            life.disturbed_at = self.clock.now()
+            self.loop.thaw(life.proc)
+
+    async def _suffer_partition(self, fault: Fault, life: Life | None) -> None:
+        if life is not None and life.is_alive:
+            life.client.partitioned = True
+            await self.clock.sleep(fault.seconds)
+            life.disturbed_at = self.clock.now()
+            life.client.rejoin()
+
+    async def _suffer_slow(self, fault: Fault, life: Life | None) -> None:
+        if life is not None:
+            life.slowness = fault.amount
+            await self.clock.sleep(fault.seconds)
+            life.slowness = 1.0
+
+    async def _suffer_redis_down(self, fault: Fault, life: Life | None) -> None:
+        self.redis.stop()
+        await self.clock.sleep(fault.seconds)
+        self.judge.disturbed_at = self.clock.now() + 1.0  # retries are up to half a second apart
+        self.redis.start()
+
+    async def _suffer_lost_replies(self, fault: Fault, life: Life | None) -> None:
+        self.redis.network.lose_reply_p = fault.amount
+        await self.clock.sleep(fault.seconds)
+        self.redis.network.lose_reply_p = 0.0
+        self.judge.disturbed_at = self.clock.now() + 1.0
+
+    async def _suffer_cut(self, fault: Fault, life: Life | None) -> None:
+        if life is not None:
+            self.network.cut(self.network.services.get(life.incarnation), None)
+
+    async def _suffer_flip(self, fault: Fault, life: Life | None) -> None:
+        start = self.network.num_moved
+        self.network.faults.flip_blocks = frozenset(start + self.rng.randrange(30) for _ in range(int(fault.amount)))
+
+    async def _suffer_kv_loss(self, fault: Fault, life: Life | None) -> None:
+        key = self.keys.kv().key.encode()
+
+        def keep(stream: bytes, args: list[object]) -> bool:
+            return stream != key or self.rng.random() > fault.amount
+
+        self.redis.filters.append(keep)
+        await self.clock.sleep(fault.seconds)
+        self.redis.filters.remove(keep)
+
+    async def _suffer_kv_repeat(self, fault: Fault, life: Life | None) -> None:
+        key = self.keys.kv().key.encode()
+
+        def repeat(stream: bytes, args: list[object]) -> bool:
+            if stream == key and self.rng.random() < fault.amount:
+                self.redis.store.run(b"XADD", *args[1:])
+            return True
+
+        self.redis.filters.append(repeat)
+        await self.clock.sleep(fault.seconds)
+        self.redis.filters.remove(repeat)
+
+    # --- the whole ---
+
+    async def run(self, limit_s: float) -> None:
+        """Until all clients are answered and everything is quiet, or something is violated."""
+        async with anyio.create_task_group() as tasks:
+            for slot in self.slots():
+                tasks.start_soon(self.supervise, slot)
+            for call in self.calls:
+                tasks.start_soon(self.client, call)
+            for fault in self.plan.faults:
+                tasks.start_soon(self.suffer, fault)
+            tasks.start_soon(self._watch, limit_s)
+            await self.failed.wait()
+            self.stopping = True
+            for life in self.all_lives:
+                self.crash(life)
+            tasks.cancel_scope.cancel()
+
+    async def _watch(self, limit_s: float) -> None:
+        """The end: everybody answered within the limit, then quiet within another."""
+        last = max([a.at for a in self.plan.asks] + [f.at + f.seconds for f in self.plan.faults])
+        while not self.all_answered() or self.time() < last:
+            await self.clock.sleep(0.5)
+            self.judge.look()
+            if self.time() > last + limit_s:
+                stuck = [call.ask.name for call in self.calls if call.is_open]
+                self.violate(f"not answered {limit_s} s after the last fault: {stuck[:5]}")
+                return
+        for _ in range(int(limit_s * 4)):
+            await self.clock.sleep(0.25)
+            if not (loud := self.judge.noise()):
+                break
+        else:
+            self.violate(f"not quiet {limit_s} s after the end: {loud}")
+        self.judge.final()
+        self.failed.set()
+
+
+__all__ = ["Planner", "Violation", "World"]
