@@ -42,6 +42,10 @@ class TransferRefused(TransferError):
     """The source knows the request no longer, the capability is bad, or the pools do not fit."""
 
 
+class TransferOver(TransferRefused):
+    """The attempt is over at its source: it ended with its first token, or was cancelled. Nothing is to be done."""
+
+
 class TransferStale(TransferError):
     """The source answered `stale` to the release: the bytes read may be another request's."""
 

@@ -166,7 +166,7 @@ class Leases:
     ) -> RequeueAnswer:
         """Send a lost request round again at the next epoch, or fail it after `max_attempts`.
 
-        :param lost: the dead worker's incarnation; "" if the lease ran out; "*" if its holder gives it up.
+        :param lost: the worker that died, or that gives the request up; "" if the lease ran out.
         """
         gw, pw, dw = await self._fields(request_id, "gw", "pw", "dw")
         if gw is None or not dw:
@@ -265,11 +265,12 @@ class Leases:
         args = [fence.request_id, fence.epoch, fence.attempt, encode(finished), ended, KEEP_S * 1000]
         return bool(await self._scripts.run("complete", keys, args))
 
-    async def refund(self, holder: Incarnation, request_id: RequestId, epoch: int, blocks: int | None = None) -> int:
-        """Give back decode credit: `blocks` of it, or all of it when the work was dropped (None)."""
+    async def refund(self, holder: Incarnation, request_id: RequestId, epoch: int, keep: int | None = None) -> int:
+        """Give back decode credit: all of it when the work was dropped (None), or all but `keep` blocks. The blocks
+        given back; the same call again gives back nothing."""
         keys = [self._keys.worker(holder), self._keys.held(holder), self._keys.sched().key]
         message = encode(CreditFreed(incarnation=holder))
-        args = [f"{request_id}/{epoch}", "" if blocks is None else blocks, message]
+        args = [f"{request_id}/{epoch}", "" if keep is None else keep, message]
         return await self._scripts.run("refund", keys, args)
 
     # --- helpers ---

@@ -323,6 +323,7 @@ class Gone(Message, frozen=True, tag="gone_request"):
     request_id: RequestId
     epoch: int
     reason: str
+    over: bool = False  # the attempt itself is over (it ended with its first token, or was cancelled): do nothing more
 
 
 class Read(Message, frozen=True, tag="read"):

@@ -49,10 +49,12 @@ class Outbox:
         self._leases, self._on_stale = leases, on_stale
         self._send, self._receive = anyio.create_memory_object_stream[Parcel](max_parcels)
         self.num_stale = 0
+        self._delivering = 0
 
     @property
     def num_waiting(self) -> int:
-        return self._send.statistics().current_buffer_used
+        """Parcels not yet delivered, the one under way included."""
+        return self._send.statistics().current_buffer_used + self._delivering
 
     def put(self, parcel: Parcel) -> None:
         """Queue a parcel; never blocks."""
@@ -62,7 +64,9 @@ class Outbox:
     async def run(self) -> None:
         """Send until cancelled."""
         async for parcel in self._receive:
+            self._delivering = 1
             await self._deliver(parcel)
+            self._delivering = 0
 
     async def _deliver(self, parcel: Parcel) -> None:
         for gateway, items in parcel.tokens.items():

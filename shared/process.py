@@ -10,7 +10,7 @@ import structlog
 
 from shared.clock import Clock, SystemClock
 from shared.config import Settings, load
-from shared.errors import BatonError, ConfigError
+from shared.errors import BatonError, ConfigError, ModelError
 from shared.ids import Incarnation
 from shared.keys import Keys
 from shared.logs import configure
@@ -60,7 +60,7 @@ async def _supervised(service: str, settings: Settings, main: Callable[[Process]
             await main(process)
             log.info("process.end")
         except* BatonError as group:
-            code = 2 if group.subgroup(ConfigError) else 1
+            code = 2 if group.subgroup((ConfigError, ModelError)) else 1  # neither gets better by trying again
             for exc in _leaves(group):
                 log.error("process.failed", kind=type(exc).__name__, error=str(exc))
         except* Exception:

@@ -59,7 +59,7 @@ class Duties(Protocol):
         ...
 
     def progress(self) -> int | None:
-        """A number that grows with each step; None when there is nothing to do."""
+        """The number of the step under way; None while none is. The same one twice: the engine is stuck."""
         ...
 
     def cached_hashes(self) -> tuple[BlockHash, ...]:
@@ -85,6 +85,7 @@ class WorkerLink:
         self._bus, self._keys, self._leases, self._roster = bus, keys, leases, roster
         self._clock, self._config = clock, config
         self._incarnation: Incarnation = registration.incarnation
+        self._leaving = False
         self._kv_seq = 0
         self._kv_order = anyio.Lock()  # messages leave in the order of their numbers
 
@@ -98,7 +99,7 @@ class WorkerLink:
         task_status.started()
         while True:
             await self._clock.sleep(self._config.heartbeat_s)
-            if not await self._roster.heartbeat(self._incarnation):
+            if not await self._roster.heartbeat(self._incarnation) and not self._leaving:
                 raise Buried(f"{self._incarnation} was declared dead")
 
     async def read(self) -> None:
@@ -174,6 +175,7 @@ class WorkerLink:
         while not idle() and self._clock.now() < deadline:
             await self._clock.sleep(DRAIN_LOOK_S)
         left = not idle()
+        self._leaving = True
         await self._roster.retire(self._incarnation, "dead")
         log.info("worker.drained", left_work=left)
         return not left

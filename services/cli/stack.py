@@ -111,7 +111,8 @@ class Stack:
             f"{p.num_prefill} prefill, {p.num_decode} decode" if p.num_prefill else f"aggregated, {p.num_decode} decode"
         )
         took = self._clock.now() - self._started
-        body = '{"model": "default", "stream": true, "temperature": 0, "messages": [{"role": "user", "content": "Hello!"}]}'
+        messages = '[{"role": "user", "content": "Hello!"}]'
+        body = f'{{"model": "default", "stream": true, "temperature": 0, "messages": {messages}}}'
         lines = [
             f"Baton is ready: {url} ({p.settings.model.name}, {roles}) in {took:.1f} s",
             f"  try      curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",

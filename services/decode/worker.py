@@ -24,7 +24,7 @@ from services.engine.seq import finish_reason
 from services.engine.specs import seq_spec
 from services.engine.types import Reservation, SeqId, SeqOutput, SeqSpec, StepOutput
 from services.transfer import TransferReader
-from shared.errors import TransferError
+from shared.errors import TransferError, TransferOver
 from shared.ids import BlockHash, BlockId, Incarnation, RequestId
 from shared.leases import Fence, Leases
 from shared.messages import DecodeTask, Finished, FinishReason, FirstToken, PrefillTask, RequestState, Tokens
@@ -122,7 +122,7 @@ class DecodeWorker:
         self.cancel(fence.request_id, fence.epoch, "stale")
 
     def progress(self) -> int | None:
-        return self._engine.stats().steps if self._engine.has_work else None
+        return self._engine.stats().steps if self._engine.is_stepping else None
 
     def cached_hashes(self) -> tuple[BlockHash, ...]:
         return self._engine.cached_hashes()
@@ -190,7 +190,6 @@ class DecodeWorker:
         with job.fetching:
             first = await self._fetch(job, reservation)
         if first is None and job.seq_id in self._jobs:
-            self.counts.fetch_failed += 1
             self._engine.drop(job.seq_id)
             job.phase = Phase.RESERVING
             await self._run_here(job)
@@ -205,11 +204,16 @@ class DecodeWorker:
         task, hits = job.task, reservation.num_hit_blocks
         assert task.source is not None
         if reservation.num_shared_blocks:
-            await self._refund(task.request_id, task.epoch, reservation.num_shared_blocks)
+            keep = max(0, task.credit_blocks - reservation.num_shared_blocks)
+            await self._refund(task.request_id, task.epoch, keep)
         dest: list[BlockId | None] = [None if i < hits else b for i, b in enumerate(reservation.block_ids)]
         try:
             fetched = await self._reader.fetch(task.source, task.request_id, task.epoch, task.attempt, dest)
+        except TransferOver:
+            self._end(job, refund=True)
+            return None
         except TransferError as exc:
+            self.counts.fetch_failed += 1
             log.warning("seq.fetch_failed", request_id=task.request_id, kind=type(exc).__name__, error=str(exc))
             return None
         log.info("seq.landed", request_id=task.request_id, blocks=fetched.num_blocks_read, hit_blocks=hits)
@@ -277,7 +281,7 @@ class DecodeWorker:
 
     async def _give_up(self, fence: Fence, error: str) -> None:
         reason = f"decode failed: {error}"
-        await self._leases.requeue(fence.request_id, fence.epoch, reason, self._max_attempts, lost="*")
+        await self._leases.requeue(fence.request_id, fence.epoch, reason, self._max_attempts, lost=self._incarnation)
 
     def _end(self, job: Job, refund: bool) -> None:
         """Forget the job; its blocks go back as soon as nothing can touch them. Mutates all tables."""
@@ -295,8 +299,8 @@ class DecodeWorker:
             self._start(self._refund, job.fence.request_id, job.fence.epoch, None)
         self._wake.set()
 
-    async def _refund(self, request_id: RequestId, epoch: int, blocks: int | None) -> None:
-        await self._leases.refund(self._incarnation, request_id, epoch, blocks)
+    async def _refund(self, request_id: RequestId, epoch: int, keep: int | None) -> None:
+        await self._leases.refund(self._incarnation, request_id, epoch, keep)
 
     def _start(self, act: Callable[..., Coroutine[Any, Any, object]], *args: object) -> None:
         assert self._tasks is not None, "the worker is not running"

@@ -129,7 +129,7 @@ class PrefillWorker:
                 self._end(job, "lease lost")
 
     def progress(self) -> int | None:
-        return self._engine.stats().steps if self._engine.has_work else None
+        return self._engine.stats().steps if self._engine.is_stepping else None
 
     def cached_hashes(self) -> tuple[BlockHash, ...]:
         return self._engine.cached_hashes()
@@ -204,12 +204,12 @@ class PrefillWorker:
         """The step raised: give the request up at once, so that it goes on elsewhere (or fails for good)."""
         self.counts.failed += 1
         log.error("prefill.failed", request_id=job.fence.request_id, error=error)
-        self._end(job, "prefill failed")
+        self._end(job, "prefill failed", over=False)
         self._start(self._give_up, job.fence, error)
 
     async def _give_up(self, fence: Fence, error: str) -> None:
         await self._leases.requeue(
-            fence.request_id, fence.epoch, f"prefill failed: {error}", self._max_attempts, lost="*"
+            fence.request_id, fence.epoch, f"prefill failed: {error}", self._max_attempts, lost=self._incarnation
         )
 
     # --- endings ---
@@ -229,9 +229,10 @@ class PrefillWorker:
         self._drop(job)
         self._wake.set()
 
-    def _end(self, job: Job, reason: str) -> None:
+    def _end(self, job: Job, reason: str, *, over: bool = True) -> None:
+        """`over`: the attempt is, so decode has nothing to do either; else it computes the prompt itself."""
         job.held = False
-        job.offer.withdraw(reason)  # `_settle` does the rest
+        job.offer.withdraw(reason, over=over)  # `_settle` does the rest
 
     def _drop(self, job: Job) -> None:
         self._jobs.pop(job.seq_id, None)

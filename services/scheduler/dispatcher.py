@@ -84,7 +84,7 @@ class Dispatcher:
         """Dispatch until nobody waits or the head does not fit."""
         self._window = 1
         while True:
-            if self.refresh_wanted and len(self._waiting):
+            if self.refresh_wanted:
                 await self._refresh()
             heads = self._waiting.heads(self._window)
             if not heads or self._place(heads[0], {}) is None:

@@ -19,7 +19,7 @@ from services.transfer.offers import Key
 from services.transfer.region import Region
 from services.transfer.stats import ReaderStats
 from services.transfer.wire import LinkLost
-from shared.errors import DigestMismatch, TransferError, TransferRefused, TransferStale
+from shared.errors import DigestMismatch, TransferError, TransferOver, TransferRefused, TransferStale
 from shared.ids import AttemptId, BlockDigest, BlockId
 from shared.messages import FirstToken, Gone, Ready, Refused, Release, ReleaseAnswer, SourceMsg, Want
 from shared.offload import Offload
@@ -206,6 +206,8 @@ class Fetch:
         if isinstance(message, ReleaseAnswer):
             raise TransferStale(f"request {request_id} epoch {epoch}: the source does not hold the blocks any more")
         assert isinstance(message, Gone | Refused)
+        if isinstance(message, Gone) and message.over:
+            raise TransferOver(f"request {request_id} epoch {epoch} is over: {message.reason}")
         said = "withdrew" if isinstance(message, Gone) else "refuses"
         raise TransferRefused(f"request {request_id} epoch {epoch}: source {said}: {message.reason}")
 

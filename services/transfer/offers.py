@@ -55,6 +55,7 @@ class Offer:
         self._last_sign = book.clock.now()
         self._outcome: Outcome | None = None
         self._reason = ""
+        self._over = False
         self._done = anyio.Event()
 
     @property
@@ -113,9 +114,13 @@ class Offer:
             self._last_sign = self._book.clock.now()
             self._post(heartbeat(self.key, self._next_block))
 
-    def withdraw(self, reason: str) -> None:
-        """End it from this side. The reader is told. Nothing happens once the offer has ended."""
+    def withdraw(self, reason: str, *, over: bool = False) -> None:
+        """End it from this side. The reader is told. Nothing happens once the offer has ended.
+
+        :param over: the attempt itself is over: the reader need not look for the blocks elsewhere.
+        """
         if self.is_open:
+            self._over = over
             self.end("withdrawn", reason)
 
     async def settled(self) -> Outcome:
@@ -159,7 +164,7 @@ class Offer:
         """What a reader is told that asks for an ended offer."""
         request_id, epoch = self.key
         if self._outcome == "withdrawn":
-            return Gone(request_id=request_id, epoch=epoch, reason=self._reason)
+            return Gone(request_id=request_id, epoch=epoch, reason=self._reason, over=self._over)
         return ReleaseAnswer(request_id=request_id, epoch=epoch, answer="stale")
 
     def _post(self, message: SourceMsg) -> None:

@@ -118,6 +118,7 @@ class TransferReader:
         the bytes are good; otherwise the source is told, as far as it can be reached, that it need not hold them.
 
         :param dest: [num logical blocks] where each goes; None = it is here already and is not read.
+        :raises TransferOver: the attempt is over at the source, nothing is to be done.
         :raises TransferRefused: capability, pools or incarnation do not fit, or the source withdrew.
         :raises TransferStale: the source did not hold the blocks until the end.
         :raises DigestMismatch: a block had wrong bytes, twice.

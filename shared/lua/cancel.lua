@@ -10,7 +10,7 @@ redis.call('ZREM', KEYS[3], ARGV[1])
 redis.call('XADD', KEYS[4], '*', 'm', ARGV[6])
 redis.call('XADD', KEYS[5], '*', 'm', ARGV[7])
 if r[1] ~= 'queued' then
-  if ARGV[3] ~= '' and ARGV[3] ~= '-' then redis.call('XADD', KEYS[7], '*', 'm', ARGV[5]) end
+  if ARGV[3] ~= '' and ARGV[3] ~= '-' and r[1] ~= 'decode' then redis.call('XADD', KEYS[7], '*', 'm', ARGV[5]) end
   if ARGV[4] ~= '' then redis.call('XADD', KEYS[8], '*', 'm', ARGV[5]) end
 end
 redis.call('HSET', KEYS[1], 'st', 'cancelled')

@@ -1,7 +1,7 @@
 -- A lost request goes on: token log read, epoch raised, marker to the gateway, back in the queue; or it fails for good.
 -- KEYS: req queued leases tokens sched log control_p control_d held_p
 -- ARGV: id epoch prefill decode lost max_tries admitted_msg cancel_msg finished_msg ended_msg keep_ms   
--- lost: the dead holder; '' = its lease ran out; '*' = the holder itself gives the request up
+-- lost: the holder that died or gives the request up (prefill only while decode has not accepted); '' = its lease ran out
 -- The old decode worker gives its credit back itself when it drops the work; a dead one's credit died with it.
 local r = redis.call('HMGET', KEYS[1], 'st', 'ep', 'pw', 'dw', 'ho', 'tries')
 if r[1] ~= 'dispatched' and r[1] ~= 'prefill' and r[1] ~= 'decode' then return 'stale' end
@@ -10,12 +10,12 @@ local t = redis.call('TIME')
 if ARGV[5] == '' then
   local deadline = redis.call('ZSCORE', KEYS[3], ARGV[1])
   if not deadline or tonumber(deadline) > t[1] * 1000 + math.floor(t[2] / 1000) then return 'stale' end
-elseif ARGV[5] ~= '*' and ARGV[5] ~= r[4] and (r[1] == 'decode' or ARGV[5] ~= r[3]) then
+elseif ARGV[5] ~= r[4] and (r[1] == 'decode' or ARGV[5] ~= r[3]) then
   return 'stale'
 end
 redis.call('ZREM', KEYS[3], ARGV[1])
 redis.call('HDEL', KEYS[9], ARGV[1] .. '/' .. ARGV[2])
-if r[3] ~= '-' then redis.call('XADD', KEYS[7], '*', 'm', ARGV[8]) end
+if r[3] ~= '-' and r[1] ~= 'decode' then redis.call('XADD', KEYS[7], '*', 'm', ARGV[8]) end
 redis.call('XADD', KEYS[8], '*', 'm', ARGV[8])
 local epoch = tonumber(ARGV[2]) + 1
 if tonumber(r[6]) + 1 >= tonumber(ARGV[6]) then

@@ -164,9 +164,11 @@ class Stack:
             keys = Keys(self.settings.redis.cell)
             with redis.Redis.from_url(self.redis.url) as client:
                 taken = [int(client.hget(k, "taken") or 0) for k in client.keys(f"{{{keys.cell}}}:worker:*")]
-                return not any(taken) and not client.zcard(keys.leases()) and not client.zcard(keys.queued())
+                held = client.keys(f"{{{keys.cell}}}:held:*")
+                waiting = client.zcard(keys.leases()) + client.zcard(keys.queued())
+                return not any(taken) and not held and not waiting
 
-        self.wait_until(idle, "all blocks free, no credit taken, no lease left")
+        self.wait_until(idle, "all blocks free, no credit taken, nothing held, no lease left")
 
     def tail(self, lines: int = 25) -> str:
         """The end of every log."""

@@ -127,3 +127,25 @@ def test_a_seed_gives_the_same_text_again(client: httpx.Client, seed: int) -> No
         for s in (seed, seed, seed + 10)
     ]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_request_that_ends_with_its_first_token_is_not_computed_twice(pair: Stack, client: httpx.Client) -> None:
+    """Prefill finishes it; decode drops its reservation and computes nothing."""
+    before = pair.metrics("decode-0")
+    for i in range(5):
+        answer = client.post("/v1/completions", json=body(f"{i} one token only. {PROMPT}", max_tokens=1)).json()
+        assert answer["usage"]["completion_tokens"] == 1
+        pair.wait_idle()
+    after = pair.metrics("decode-0")
+    for name in ("engine_prompt_tokens_computed_total", "fetch_failed_total", "transfer_failed_total"):
+        moved = after[f"decode_{name}"] - before[f"decode_{name}"]
+        assert moved == (5 if name == "transfer_failed_total" else 0), name
+
+
+def test_a_stop_near_the_end_leaves_no_credit_behind(pair: Stack, client: httpx.Client, tiny_oracle: Oracle) -> None:
+    """A stop string cancels upstream just as the worker completes the request: either way the credit comes back."""
+    tokens = tiny_oracle.greedy(tiny_oracle.encode(PROMPT), 12).token_ids
+    stop = tiny_oracle.decode(list(tokens))[-2:]
+    for _ in range(40):
+        client.post("/v1/completions", json=body(PROMPT, max_tokens=12, stop=stop)).raise_for_status()
+    pair.wait_idle()

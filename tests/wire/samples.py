@@ -79,7 +79,7 @@ SAMPLES: dict[str, Any] = {
     "want": m.Want(request_id=R, epoch=2, attempt=A, capability=b"\x01\x02"),
     "first_token": FIRST,
     "ready": m.Ready(request_id=R, epoch=2, first_block=4, block_ids=(BlockId(7),), digests=(DIGEST,), last=FIRST),
-    "gone_request": m.Gone(request_id=R, epoch=2, reason="cancelled"),
+    "gone_request": m.Gone(request_id=R, epoch=2, reason="cancelled", over=True),
     "read": m.Read(request_id=R, epoch=2, block_ids=(BlockId(7), BlockId(300))),
     "data": m.Data(request_id=R, epoch=2, num_bytes=368640),
     "release": m.Release(request_id=R, epoch=2, attempt=A),

@@ -247,10 +247,13 @@ async def test_cancel_of_a_waiting_request_leaves_nothing_queued(cell: Cell) -> 
 
 
 async def test_refund_of_hits_never_gives_back_more_than_was_taken(cell: Cell) -> None:
-    """A part, then the rest."""
+    """A part, once however often it is said, then the rest."""
     await dispatched(cell)
-    assert await cell.leases.refund(D, R, 1, 3) == 3
-    assert await cell.leases.refund(D, R, 1, 3) == 1
+    assert await cell.leases.refund(D, R, 1, keep=1) == 3
+    assert await cell.leases.refund(D, R, 1, keep=1) == 0
+    assert await cell.leases.refund(D, R, 1, keep=3) == 0
+    assert await cell.taken() == 1
+    assert await cell.leases.refund(D, R, 1) == 1
     assert await cell.taken() == 0
     assert CreditFreed(incarnation=D) in await cell.seen(cell.keys.sched())
 
