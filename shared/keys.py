@@ -101,5 +101,13 @@ class Keys:
         """Hash: term incarnation of the scheduler that may dispatch."""
         return self._key("leader")
 
+    def gateways(self) -> str:
+        """Sorted set: gateway incarnations, by the deadline of the next greeting (Redis time, ms; 0 = being buried)."""
+        return self._key("gateways")
+
+    def open(self, gateway: Incarnation) -> str:
+        """Set: requests of a gateway that have not ended."""
+        return self._key("open", gateway)
+
     def deployment_key(self) -> str:
         return self._key("deployment_key")

@@ -35,13 +35,16 @@ from shared.redis_link import RedisLink
 from shared.scripts import Scripts
 
 KEEP_S = 60
+NO_LIMIT = 1 << 52
 LIVE = (b"dispatched", b"prefill", b"decode")
 
-AdmitAnswer = Literal["admitted", "full", "duplicate"]
+AdmitAnswer = Literal["admitted", "full", "duplicate", "unknown"]
+"""unknown: the gateway has not greeted, or is about to be buried."""
 DispatchAnswer = Literal["dispatched", "stale", "no_credit", "worker_gone", "deposed"]
 RequeueAnswer = Literal["requeued", "failed", "stale"]
 Holding = Literal["held", "handed_on", "stale"]
 """held: the lease is the caller's; handed_on: same attempt, decode has it; stale: drop the work."""
+RecordState = Literal["live", "ended", "lost"]
 _HOLDINGS: dict[int, Holding] = {1: "held", 2: "handed_on", 0: "stale"}
 
 
@@ -89,10 +92,30 @@ class Leases:
 
     async def admit(self, request: GenerateRequest, max_queued: int) -> AdmitAnswer:
         """Queue a request for dispatch, unless `max_queued` others wait already."""
-        keys = [self._keys.request(request.request_id), self._keys.queued(), self._keys.sched().key]
-        message = encode(Admitted(request_id=request.request_id, epoch=1))
-        args = [request.request_id, encode(request), request.gateway, max_queued, message]
+        return await self._admit(request, 1, (), max_queued)
+
+    async def readmit(self, request: GenerateRequest, epoch: int, output: Sequence[int]) -> AdmitAnswer:
+        """Queue a request that Redis has lost, however many wait.
+
+        :param epoch: above all that its gateway has heard of.
+        :param output: tokens already sent.
+        """
+        return await self._admit(request, epoch, output, NO_LIMIT)
+
+    async def _admit(self, request: GenerateRequest, epoch: int, output: Sequence[int], max_queued: int) -> AdmitAnswer:
+        request_id = request.request_id
+        keys = [
+            *(self._keys.request(request_id), self._keys.queued(), self._keys.sched().key),
+            *(self._keys.gateways(), self._keys.open(request.gateway), self._keys.log(request_id)),
+        ]
+        message = encode(Admitted(request_id=request_id, epoch=epoch))
+        args = [request_id, encode(request), request.gateway, max_queued, message, epoch, pack_tokens(output)]
         return (await self._scripts.run("admit", keys, args)).decode()
+
+    async def states(self, request_ids: Sequence[RequestId]) -> list[RecordState]:
+        """What Redis says of each, aligned."""
+        states = await self._link.batch([("HGET", self._keys.request(i), "st") for i in request_ids])
+        return ["lost" if st is None else "live" if st in (b"queued", *LIVE) else "ended" for st in states]
 
     async def cancel(self, request_id: RequestId, reason: str) -> bool:
         """No further work on the request; False if it had ended already."""
@@ -105,6 +128,7 @@ class Leases:
                 *(self._keys.request(request_id), self._keys.queued(), self._keys.leases()),
                 *(self._keys.tokens(_inc(gw)).key, self._keys.sched().key, self._keys.log(request_id)),
                 *(self._keys.control(Incarnation(prefill)).key, self._keys.control(Incarnation(decode)).key),
+                *(self._keys.open(_inc(gw)), self._keys.held(Incarnation(prefill))),
             ]
             messages = (
                 Cancel(request_id=request_id, epoch=epoch, reason=reason),
@@ -176,6 +200,7 @@ class Leases:
             *(self._keys.request(request_id), self._keys.queued(), self._keys.leases()),
             *(self._keys.tokens(_inc(gw)).key, self._keys.sched().key, self._keys.log(request_id)),
             *(self._keys.control(prefill).key, self._keys.control(decode).key, self._keys.held(prefill)),
+            self._keys.open(_inc(gw)),
         ]
         messages = (
             Admitted(request_id=request_id, epoch=epoch + 1),
@@ -193,7 +218,7 @@ class Leases:
             return False
         keys = [
             *(self._keys.request(request_id), self._keys.queued(), self._keys.tokens(_inc(gw)).key),
-            *(self._keys.sched().key, self._keys.log(request_id)),
+            *(self._keys.sched().key, self._keys.log(request_id), self._keys.open(_inc(gw))),
         ]
         messages = (Finished(request_id, epoch, "error", error=error), Ended(request_id=request_id))
         return bool(await self._scripts.run("fail", keys, [request_id, epoch, *map(encode, messages), KEEP_S * 1000]))
@@ -260,6 +285,7 @@ class Leases:
             *(self._keys.request(fence.request_id), self._keys.leases(), self._keys.tokens(gateway).key),
             *(self._keys.sched().key, self._keys.log(fence.request_id)),
             *(self._keys.worker(decode), self._keys.held(decode), self._keys.held(prefill or NOBODY)),
+            self._keys.open(gateway),
         ]
         ended = encode(Ended(request_id=fence.request_id))
         args = [fence.request_id, fence.epoch, fence.attempt, encode(finished), ended, KEEP_S * 1000]

@@ -4,6 +4,7 @@ A call whose answer was lost is sent again; so everything that is sent through `
 (each script in `shared/lua/` says why it is).
 """
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -59,6 +60,11 @@ class RedisLink:
         self.client: Any = client or connect(config)
         self.outages = 0
         self.last_outage: float | None = None
+
+    def be_patient(self) -> None:
+        """From now on wait for Redis however long it is away: for a process whose state is worth more than a quick
+        exit (a worker's KV and weights)."""
+        self._retry_s = math.inf
 
     async def call(self, command: Callable[[], Awaitable[T]]) -> T:
         """Run `command` until Redis answers.

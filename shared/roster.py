@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from shared.ids import Incarnation, RequestId
-from shared.keys import Keys
+from shared.keys import Channel, Keys
 from shared.messages import Registration, WorkerDraining, WorkerJoined, decode_registration, encode
 from shared.redis_link import RedisLink
 from shared.scripts import Scripts
@@ -71,10 +71,7 @@ class Roster:
 
     async def dead_workers(self) -> list[Incarnation]:
         """Those whose heartbeat is overdue and who are not forgotten yet."""
-        seconds, micros = await self._link.call(lambda: self._link.client.time())
-        now_ms = seconds * 1000 + micros // 1000
-        overdue = await self._link.call(lambda: self._link.client.zrangebyscore(self._keys.workers(), "-inf", now_ms))
-        return [Incarnation(raw.decode()) for raw in overdue]
+        return await self._overdue(self._keys.workers())
 
     async def bury(self, incarnation: Incarnation) -> list[tuple[RequestId, int]] | None:
         """Declare an overdue worker dead and fence it. What it held, to be requeued; None: it came back."""
@@ -89,6 +86,37 @@ class Roster:
             *(self._keys.work(incarnation).key, self._keys.control(incarnation).key),
         ]
         await self._scripts.run("forget", keys, [incarnation])
+
+    # --- gateways ---
+
+    async def greet(self, gateway: Incarnation) -> bool:
+        """A gateway lives. True: Redis did not know it: new, given up, or Redis has lost its memory."""
+        return bool(await self._scripts.run("greet", [self._keys.gateways()], [gateway, self._ttl_ms]))
+
+    async def dead_gateways(self) -> list[Incarnation]:
+        """Those whose greeting is overdue and who are not forgotten yet."""
+        return await self._overdue(self._keys.gateways())
+
+    async def bury_gateway(self, gateway: Incarnation) -> list[RequestId] | None:
+        """An overdue gateway admits nothing more. What it has open, to be cancelled; None: it came back."""
+        keys = [self._keys.gateways(), self._keys.open(gateway)]
+        ids = await self._scripts.run("bury_gateway", keys, [gateway])
+        return None if ids is None else [RequestId(raw.decode()) for raw in ids]
+
+    async def forget_gateway(self, gateway: Incarnation) -> None:
+        """Delete its stream, once all that it had open was cancelled; nothing happens if it came back."""
+        keys = [self._keys.gateways(), self._keys.open(gateway), self._keys.tokens(gateway).key]
+        await self._scripts.run("forget_gateway", keys, [gateway])
+
+    async def stream_lengths(self, *channels: Channel[Any]) -> list[int]:
+        """Entries in each, aligned: what nobody has consumed yet."""
+        return await self._link.batch([("XLEN", channel.key) for channel in channels])
+
+    async def _overdue(self, key: str) -> list[Incarnation]:
+        seconds, micros = await self._link.call(lambda: self._link.client.time())
+        now_ms = seconds * 1000 + micros // 1000
+        overdue = await self._link.call(lambda: self._link.client.zrangebyscore(key, "-inf", now_ms))
+        return [Incarnation(raw.decode()) for raw in overdue]
 
 
 def _held(fields: Sequence[bytes]) -> list[tuple[RequestId, int]]:

@@ -21,6 +21,8 @@ class WorkerCell:
 
     @classmethod
     def of(cls, process: Process) -> "WorkerCell":
+        """From here on an outage of Redis, however long, is a pause: what the worker holds outlives it."""
+        process.link.be_patient()
         return cls(
             process,
             Leases(process.link, process.keys, process.randomness),

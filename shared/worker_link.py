@@ -33,6 +33,10 @@ from shared.roster import Roster
 
 log = structlog.get_logger(__name__)
 DRAIN_LOOK_S = 0.05
+RETIRE_S = 2.0
+"""A worker that leaves tries for so long to say so; the reaper finds out otherwise."""
+KV_SIGN_EVERY = 8
+"""Heartbeats between two empty KV messages, whose number shows the index if it missed the last events."""
 
 
 class Buried(BatonError):
@@ -97,10 +101,15 @@ class WorkerLink:
         await self._roster.register(self._registration)
         log.info("worker.registered", role=self._registration.role, blocks=self._registration.num_blocks)
         task_status.started()
+        beats = 0
         while True:
             await self._clock.sleep(self._config.heartbeat_s)
             if not await self._roster.heartbeat(self._incarnation) and not self._leaving:
                 raise Buried(f"{self._incarnation} was declared dead")
+            beats += 1
+            if beats % KV_SIGN_EVERY == 0:
+                async with self._kv_order:
+                    await self._publish(())
 
     async def read(self) -> None:
         """Take control messages and tasks, control first, until cancelled."""
@@ -170,12 +179,14 @@ class WorkerLink:
 
     async def drain(self, idle: Callable[[], bool], limit_s: float) -> bool:
         """Take nothing new, go on until `idle()` or `limit_s` is over, then leave for good. True: nothing was left."""
-        await self._roster.retire(self._incarnation, "draining")
+        with anyio.move_on_after(RETIRE_S):
+            await self._roster.retire(self._incarnation, "draining")
         deadline = self._clock.now() + limit_s
         while not idle() and self._clock.now() < deadline:
             await self._clock.sleep(DRAIN_LOOK_S)
         left = not idle()
         self._leaving = True
-        await self._roster.retire(self._incarnation, "dead")
+        with anyio.move_on_after(RETIRE_S):
+            await self._roster.retire(self._incarnation, "dead")
         log.info("worker.drained", left_work=left)
         return not left

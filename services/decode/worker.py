@@ -72,7 +72,7 @@ class DecodeWorker:
         self._tombstones = Tombstones()
         self._tasks: anyio.abc.TaskGroup | None = None
         self._wake = anyio.Event()
-        self.outbox = Outbox(leases, lambda request_id, epoch: self.cancel(request_id, epoch, "stale"))
+        self.outbox = Outbox(leases, self._stale)
         self.counts = DecodeStats()
 
     # --- duties ---
@@ -298,6 +298,11 @@ class DecodeWorker:
         if refund:
             self._start(self._refund, job.fence.request_id, job.fence.epoch, None)
         self._wake.set()
+
+    def _stale(self, request_id: RequestId, epoch: int) -> None:
+        """Redis refused what we said. Had the job ended here, its credit was left to `complete`: give it back too."""
+        self.cancel(request_id, epoch, "stale")
+        self._start(self._refund, request_id, epoch, None)
 
     async def _refund(self, request_id: RequestId, epoch: int, keep: int | None) -> None:
         await self._leases.refund(self._incarnation, request_id, epoch, keep)

@@ -168,6 +168,7 @@ class Generation:
             self._gone = "sibling refused"
             raise queue_full()
         # The id is 128 random bits, so a duplicate is this same admission, sent twice over a lost connection.
+        choice.stream.request = request
         choice.admit_s = services.clock.now() - self._arrived_at
         services.observer.admitted(len(request.token_ids))
 

@@ -1,5 +1,6 @@
 """What the gateway asks of the rest of Baton, and what it tells whoever watches."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -30,6 +31,22 @@ class RequestPort(Protocol):
 
     async def workers(self) -> list[Registration]:
         """The workers that are alive."""
+        ...
+
+
+class Registry(Protocol):
+    """What keeps a gateway and its requests known. Every method raises BusError once Redis was away for too long."""
+
+    async def greet(self) -> bool:
+        """Say that this gateway lives. True: Redis did not know."""
+        ...
+
+    async def states(self, request_ids: Sequence[RequestId]) -> list[Literal["live", "ended", "lost"]]:
+        """What Redis says of each request, aligned."""
+        ...
+
+    async def readmit(self, request: GenerateRequest, epoch: int, output: Sequence[int]) -> Admission:
+        """Queue a lost request again, with the tokens already sent."""
         ...
 
 

@@ -1,20 +1,24 @@
 """The gateway's way to the workers: leases, its token stream, and who is alive."""
 
+from collections.abc import Awaitable, Callable, Sequence
+
+from services.gateway.ports import Admission
 from shared.bus import Bus, Delivery
 from shared.clock import Clock
 from shared.errors import BusError
 from shared.ids import Incarnation, RequestId
 from shared.keys import Keys
-from shared.leases import AdmitAnswer, Leases
+from shared.leases import AdmitAnswer, Leases, RecordState
 from shared.messages import GatewayMsg, GenerateRequest, Registration
 from shared.roster import Roster
 
+MAX_GREETINGS = 3
 WORKERS_FRESH_S = 0.5
 """How old the list of live workers may be: it decides 503, limits and the block size, not placement."""
 
 
 class RedisRequestPort:
-    """Implements `services.gateway.ports.RequestPort`."""
+    """Implements `RequestPort` and `Registry` of `services.gateway.ports`."""
 
     def __init__(
         self,
@@ -27,14 +31,32 @@ class RedisRequestPort:
         max_queued: int,
     ) -> None:
         self._leases, self._roster, self._clock, self._max_queued = leases, roster, clock, max_queued
-        self._bus = bus
+        self._incarnation = incarnation
         self._reader = bus.reader(keys.tokens(incarnation))
         self._unacked: list[Delivery] = []
         self._workers: list[Registration] = []
         self._workers_at: float | None = None
 
-    async def admit(self, request: GenerateRequest) -> AdmitAnswer:
-        return await self._leases.admit(request, self._max_queued)
+    async def admit(self, request: GenerateRequest) -> Admission:
+        return await self._known(lambda: self._leases.admit(request, self._max_queued))
+
+    async def readmit(self, request: GenerateRequest, epoch: int, output: Sequence[int]) -> Admission:
+        return await self._known(lambda: self._leases.readmit(request, epoch, output))
+
+    async def greet(self) -> bool:
+        return await self._roster.greet(self._incarnation)
+
+    async def states(self, request_ids: Sequence[RequestId]) -> list[RecordState]:
+        return await self._leases.states(request_ids)
+
+    async def _known(self, admit: Callable[[], Awaitable[AdmitAnswer]]) -> Admission:
+        """Admit; where Redis does not know this gateway, greet and try again."""
+        for _ in range(MAX_GREETINGS):
+            answer = await admit()
+            if answer != "unknown":
+                return answer
+            await self._roster.greet(self._incarnation)
+        raise BusError("redis forgets this gateway again and again")
 
     async def cancel(self, request_id: RequestId, reason: str) -> None:
         await self._leases.cancel(request_id, reason)

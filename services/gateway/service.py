@@ -4,6 +4,7 @@ import anyio
 import structlog
 
 from services.gateway.app import build_app
+from services.gateway.keeper import Keeper
 from services.gateway.observer import PrometheusObserver
 from services.gateway.redis_port import RedisRequestPort
 from services.gateway.tokenizer import load_tokenizer
@@ -89,8 +90,11 @@ async def serve(process: Process) -> None:
         lambda: {"open_requests": len(app.state.streams), "redis_outages_total": process.link.outages},
         counters=["redis_outages_total"],
     )
+    keeper = Keeper(port, app.state.streams, process.clock, settings.lease)
+    metrics.stats(lambda: {"readmitted_total": keeper.num_readmitted}, counters=["readmitted_total"])
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(readiness.watch, process)
+        tasks.start_soon(keeper.run)
         listening = await tasks.start(serve_app, app, sock, DRAIN_S)
         log.info("service.listening", port=listening)
         await process.stopping.wait()

@@ -17,7 +17,7 @@ from services.gateway.ports import Observer, RequestPort
 from shared.clock import Clock
 from shared.errors import BatonError, StreamGap
 from shared.ids import RequestId
-from shared.messages import EpochRaised, Finished, GatewayMsg, Tokens
+from shared.messages import EpochRaised, Finished, GatewayMsg, GenerateRequest, Tokens
 
 CANCEL_S = 2.0  # a cancel may take so long, shutdown included; the reaper sees to the rest
 RETRY_S = 0.5  # pause after the bus failed
@@ -53,23 +53,24 @@ class RequestStream:
         self.is_open = True
         self.ended_upstream = False  # nobody works on it any more: no cancel is needed
         self.parked: list[GatewayMsg] | None = None  # a repair runs; later events wait here
+        self.request: GenerateRequest | None = None  # once it is admitted
+        self.token_ids: list[int] = []  # received
+        self.epoch = 0
         self._choice = choice  # in the HTTP response: the index of the prompt
         self._mailbox = mailbox
         self._arrived_at = arrived_at
         self._observer = observer
         self.num_cached_tokens = 0
-        self._epoch = 0
-        self._next_index = 0
 
     def accept(self, event: GatewayMsg, now: float) -> None:
         """Take in one event. The event may be accepted again after the gap that it showed is repaired.
 
         :raises StreamGap: tokens before this event are missing; nothing was taken in.
         """
-        if not self.is_open or event.epoch < self._epoch:
+        if not self.is_open or event.epoch < self.epoch:
             self._observer.dropped("stale")
             return
-        self._epoch = event.epoch
+        self.epoch = event.epoch
         match event:
             case Tokens():
                 self._accept_tokens(event, now)
@@ -83,7 +84,7 @@ class RequestStream:
 
     def accept_log(self, token_ids: Sequence[int], now: float) -> None:
         """Take in what the token log has beyond the tokens received so far."""
-        missing = list(token_ids[self._next_index :])
+        missing = list(token_ids[len(self.token_ids) :])
         if self.is_open and missing:
             self._observer.gap_repaired(len(missing))
             self._take(missing, now)
@@ -91,12 +92,12 @@ class RequestStream:
     def fail(self, error: str) -> None:
         """End the request with an error, unless it has ended."""
         if self.is_open:
-            self._end(Finished(self.request_id, self._epoch, "error", error=error))
+            self._end(Finished(self.request_id, self.epoch, "error", error=error))
 
     def _accept_tokens(self, event: Tokens, now: float) -> None:
-        if event.index > self._next_index:
-            raise StreamGap(self.request_id, self._next_index, event.index)
-        fresh = list(event.token_ids[self._next_index - event.index :])
+        if event.index > len(self.token_ids):
+            raise StreamGap(self.request_id, len(self.token_ids), event.index)
+        fresh = list(event.token_ids[len(self.token_ids) - event.index :])
         if not fresh:
             self._observer.dropped("repeat")
             return
@@ -104,11 +105,11 @@ class RequestStream:
         self._take(fresh, now)
 
     def _need(self, num_output_tokens: int) -> None:
-        if num_output_tokens > self._next_index:
-            raise StreamGap(self.request_id, self._next_index, num_output_tokens)
+        if num_output_tokens > len(self.token_ids):
+            raise StreamGap(self.request_id, len(self.token_ids), num_output_tokens)
 
     def _take(self, token_ids: list[int], now: float) -> None:
-        self._next_index += len(token_ids)
+        self.token_ids += token_ids
         timing = self.timing
         if timing.first_at is None or timing.last_at is None:
             timing.first_at = now
@@ -143,6 +144,10 @@ class Streams:
         stream = RequestStream(request_id, choice, mailbox, arrived_at, self._observer)
         self._streams[request_id] = stream
         return stream
+
+    def admitted(self) -> list[RequestStream]:
+        """Open streams whose requests were admitted."""
+        return [s for s in self._streams.values() if s.is_open and s.request is not None]
 
     def close(self, stream: RequestStream, *, cancel: str = "") -> None:
         """Forget the stream; later events are dropped. With a reason in `cancel`, the work upstream is

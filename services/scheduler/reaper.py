@@ -28,6 +28,7 @@ class ReaperStats:
     num_buried: int
     num_requeued: int
     num_failed: int
+    num_gateways_buried: int
 
 
 class Reaper:
@@ -52,10 +53,12 @@ class Reaper:
         self._clock, self._last_outage, self._config, self._lease = clock, last_outage, config, lease
         self._quiet_since = self.last_look = clock.now()
         self._reconciled = float("-inf")
+        self._num_gateways_buried = 0
+        self.stream_lengths: dict[str, int] = {}
         self._num_buried = self._num_requeued = self._num_failed = 0
 
     def stats(self) -> ReaperStats:
-        return ReaperStats(self._num_buried, self._num_requeued, self._num_failed)
+        return ReaperStats(self._num_buried, self._num_requeued, self._num_failed, self._num_gateways_buried)
 
     async def run(self) -> None:
         """Look every `reap_every_s`, for ever."""
@@ -80,6 +83,7 @@ class Reaper:
             await self._reconcile()
             self._reconciled = started
         dead = await self._workers.dead_workers()
+        silent = await self._workers.dead_gateways()
         expired = await self._requests.expired()
         if self._clock.now() - started > self._lease.heartbeat_s:
             self._be_quiet("redis was slow")
@@ -87,6 +91,8 @@ class Reaper:
             return
         for incarnation in dead:
             await self._bury(incarnation)
+        for gateway in silent:
+            await self._bury_gateway(gateway)
         for request_id, epoch in expired:
             await self._requeue(request_id, epoch, "its lease ran out")
 
@@ -94,6 +100,15 @@ class Reaper:
         for incarnation in self._ledger.incarnations():
             confirmed = self._ledger.num_confirmed
             self._ledger.reconcile(incarnation, await self._workers.held(incarnation), confirmed)
+        await self._measure()
+
+    async def _measure(self) -> None:
+        """How much waits in the streams: what grows without end when a consumer is stuck."""
+        keys, workers = self._keys, self._ledger.incarnations()
+        shared = {"sched": keys.sched(), "kv": keys.kv(), "index": keys.index()}
+        lengths = await self._workers.stream_lengths(*shared.values(), *map(keys.work, workers))
+        self.stream_lengths = dict(zip(shared, lengths, strict=False))
+        self.stream_lengths["work"] = sum(lengths[len(shared) :])
 
     def _may_reap(self) -> bool:
         outage = self._last_outage()
@@ -120,6 +135,17 @@ class Reaper:
         self._num_buried += 1
         self._dispatcher.refresh_wanted = True
         self._wakeup.ring()
+
+    async def _bury_gateway(self, gateway: Incarnation) -> None:
+        """Nobody reads its answers any more: its requests are cancelled, its stream is deleted."""
+        opened = await self._workers.bury_gateway(gateway)
+        if opened is None:
+            return
+        log.warning("gateway.dead", gateway=gateway, open=len(opened))
+        for request_id in opened:
+            await self._requests.cancel(request_id, "its gateway died")
+        await self._workers.forget_gateway(gateway)
+        self._num_gateways_buried += 1
 
     async def _requeue(self, request_id: RequestId, epoch: int, reason: str, lost: str = "") -> None:
         """The `sched` stream tells the rest: a requeued request comes in as `Admitted`, a failed one as `Ended`."""

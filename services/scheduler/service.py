@@ -43,6 +43,7 @@ OVERDUE_S = 15.0
 
 COUNTERS = (
     *("num_dispatched", "num_handoffs", "num_failed", "num_buried", "num_requeued", "num_given_up"),
+    "num_gateways_buried",
     *("num_hints_asked", "num_hints_unanswered"),
 )
 
@@ -58,8 +59,10 @@ class SchedulerStats:
     num_buried: int
     num_requeued: int
     num_given_up: int  # failed after too many attempts
+    num_gateways_buried: int
     num_hints_asked: int
     num_hints_unanswered: int
+    num_stream_entries: dict[str, int]  # not consumed yet, by stream
 
 
 class Scheduler:
@@ -129,6 +132,8 @@ class Scheduler:
             num_buried=reaped.num_buried,
             num_requeued=reaped.num_requeued,
             num_given_up=reaped.num_failed,
+            num_gateways_buried=reaped.num_gateways_buried,
+            num_stream_entries=dict(self.reaper.stream_lengths),
             num_hints_asked=self.hints.num_asked,
             num_hints_unanswered=self.hints.num_unanswered,
         )

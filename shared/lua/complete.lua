@@ -1,5 +1,5 @@
 -- The end, from the worker that holds it: Finished out, lease gone, credit back, one script.
--- KEYS: req leases tokens sched log worker_d held_d held_p
+-- KEYS: req leases tokens sched log worker_d held_d held_p open
 -- ARGV: id epoch attempt finished_msg ended_msg keep_ms
 -- Repeatable: the second call answers 0 and writes nothing.
 local r = redis.call('HMGET', KEYS[1], 'st', 'ep', 'at')
@@ -8,6 +8,7 @@ if r[1] ~= 'dispatched' and r[1] ~= 'prefill' and r[1] ~= 'decode' then return 0
 local held = ARGV[1] .. '/' .. ARGV[2]
 redis.call('XADD', KEYS[3], '*', 'm', ARGV[4])
 redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('SREM', KEYS[9], ARGV[1])
 local credit = redis.call('HGET', KEYS[7], held)
 if credit then redis.call('HINCRBY', KEYS[6], 'taken', -credit) end
 redis.call('HDEL', KEYS[7], held)

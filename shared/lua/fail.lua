@@ -1,8 +1,9 @@
 -- A queued request that no worker can ever serve ends with an error.
--- KEYS: req queued tokens sched log   ARGV: id epoch finished_msg ended_msg keep_ms
+-- KEYS: req queued tokens sched log open   ARGV: id epoch finished_msg ended_msg keep_ms
 local r = redis.call('HMGET', KEYS[1], 'st', 'ep')
 if r[1] ~= 'queued' or r[2] ~= ARGV[2] then return 0 end
 redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('SREM', KEYS[6], ARGV[1])
 redis.call('XADD', KEYS[3], '*', 'm', ARGV[3])
 redis.call('XADD', KEYS[4], '*', 'm', ARGV[4])
 redis.call('HSET', KEYS[1], 'st', 'done')

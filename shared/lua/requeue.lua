@@ -1,6 +1,6 @@
 -- A lost request goes on: token log read, epoch raised, marker to the gateway, back in the queue; or it fails for good.
--- KEYS: req queued leases tokens sched log control_p control_d held_p
--- ARGV: id epoch prefill decode lost max_tries admitted_msg cancel_msg finished_msg ended_msg keep_ms   
+-- KEYS: req queued leases tokens sched log control_p control_d held_p open
+-- ARGV: id epoch prefill decode lost max_tries admitted_msg cancel_msg finished_msg ended_msg keep_ms
 -- lost: the holder that died or gives the request up (prefill only while decode has not accepted); '' = its lease ran out
 -- The old decode worker gives its credit back itself when it drops the work; a dead one's credit died with it.
 local r = redis.call('HMGET', KEYS[1], 'st', 'ep', 'pw', 'dw', 'ho', 'tries')
@@ -21,7 +21,9 @@ local epoch = tonumber(ARGV[2]) + 1
 if tonumber(r[6]) + 1 >= tonumber(ARGV[6]) then
   redis.call('XADD', KEYS[4], '*', 'm', ARGV[9])
   redis.call('XADD', KEYS[5], '*', 'm', ARGV[10])
+  redis.call('SREM', KEYS[10], ARGV[1])
   redis.call('HSET', KEYS[1], 'st', 'done')
+  redis.call('HDEL', KEYS[1], 'body')
   redis.call('PEXPIRE', KEYS[1], ARGV[11])
   redis.call('PEXPIRE', KEYS[6], ARGV[11])
   return 'failed'

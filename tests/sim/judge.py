@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shared.ids import RequestId
+from shared.messages import Tokens, encode
 from tests.sim.calls import Call
 from tests.sim.redis_store import Stream
 
@@ -28,6 +29,7 @@ class Judge:
         self._cancelled: dict[str, float] = {}
         self._calls: dict[str, list[Call]] = {}
         self.disturbed_at = 0.0
+        self.num_ghosts = 0
         world.redis.observers.append(self.script_ran)
 
     # --- events ---
@@ -48,6 +50,23 @@ class Judge:
             self._cancelled.setdefault(str(args[0]), self._world.clock.now())
         for place in CREDITED.get(name, ()):
             self._check_credit(keys[place].encode())
+
+    def wiped(self) -> None:
+        """Redis has lost everything: what it said before counts no more."""
+        self._cancelled.clear()
+
+    def haunt(self) -> None:
+        """A late word of an old epoch, wrong in itself, appears in the streams of the gateways. No fence lets such a
+        thing through; the gateway must not believe it all the same."""
+        store = self._world.redis.store
+        for key, value in list(store.data.items()):
+            if b":req:" not in key or value.get(b"st") == b"done" or int(value.get(b"ep", 1)) < 2:
+                continue
+            request_id, epoch = key.rsplit(b":", 1)[1].decode(), int(value[b"ep"]) - 1
+            num = store.run(b"STRLEN", key.replace(b":req:", b":log:") + b":0") // 4
+            ghost = Tokens(RequestId(request_id), epoch, 0, num, (998,))
+            store.run(b"XADD", self._world.keys.tokens(value[b"gw"].decode()).key, b"*", b"m", encode(ghost))
+            self.num_ghosts += 1
 
     def work_seen(self, life: Life, seq_id: str, step: int) -> None:
         """A seq is in a step: nobody may have told this worker, or anybody long ago, that it is cancelled."""
@@ -101,8 +120,10 @@ class Judge:
             if life.engine is not None and (busy := self._busy(life)):
                 return f"{life.incarnation}: {busy}"
         for key, value in list(store.data.items()):
-            if isinstance(value, Stream) and value.ids and key not in store.deadlines:
+            if isinstance(value, Stream) and len(value.ids) > 8 * key.endswith(b":kv") and key not in store.deadlines:
                 return f"{key.decode()} has {len(value.ids)} entries"
+        for key in [key for key in store.data if b"}:held:" in key or b"}:open:" in key]:
+            return f"{key.decode()} is not empty: {store.data[key]}"
         for name in (world.keys.queued(), world.keys.leases()):
             if store.get(name.encode()):
                 return f"{name} is not empty"
@@ -152,7 +173,7 @@ class Judge:
         world, store = self._world, self._world.redis.store
         alive = {life.incarnation.encode() for life in world.lives.values() if life.is_alive}
         shared = {b"sched", b"kv", b"index", b"workers", b"leader", b"deployment_key", b"gateways"}
-        for key in store.keys():
+        for key in store.live_keys():
             parts = key.split(b":", 2)
             if key in store.deadlines or parts[1] in shared or (len(parts) > 2 and parts[2] in alive):
                 continue

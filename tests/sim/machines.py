@@ -16,6 +16,7 @@ from services.engine.fake_runner import FakeRunner
 from services.engine.planner import Planner, PlannerLimits
 from services.engine.types import StepPlan, StepResult
 from services.gateway.generation import Services
+from services.gateway.keeper import Keeper
 from services.gateway.ports import NullObserver
 from services.gateway.redis_port import RedisRequestPort
 from services.gateway.streams import Streams
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 FINGERPRINT = "sim"
+DRAIN_S = 3.0
 
 
 class Life:
@@ -54,6 +56,7 @@ class Life:
         self.over = anyio.Event()  # dead or ended: nothing of it reaches the world any more
         self.ready = False
         self.slowness = 1.0
+        self.stopping = anyio.Event()  # SIGTERM
         self.exit = ""
         self.disturbed_at = 0.0  # last time that it could not hear or act
         link = RedisLink(world.settings.redis, self.clock, self.client)
@@ -185,6 +188,7 @@ def registration(life: Life, role: Role, endpoints: tuple[Any, ...]) -> Registra
 
 async def prefill_main(life: Life) -> None:
     world, settings = life.world, life.world.settings
+    life.link.be_patient()
     engine, region = build_engine(life)
     key = await life.leases.deployment_key()
     identity = Identity(life.incarnation, FINGERPRINT)
@@ -201,6 +205,7 @@ async def prefill_main(life: Life) -> None:
 
 async def decode_main(life: Life) -> None:
     world, settings = life.world, life.world.settings
+    life.link.be_patient()
     engine, region = build_engine(life)
     identity = Identity(life.incarnation, FINGERPRINT)
     reader = world.network.reader(region, identity, settings.transfer, StepOffload(life))
@@ -218,14 +223,16 @@ async def _serve_worker(
     life: Life, worker: PrefillWorker | DecodeWorker, reg: Registration, tasks: anyio.abc.TaskGroup
 ) -> None:
     duties = WatchedDuties(life, worker)
-    link = WorkerLink(
-        reg, duties, life.bus, life.keys, life.leases, life.roster, life.clock, life.world.settings.lease
-    )
+    link = WorkerLink(reg, duties, life.bus, life.keys, life.leases, life.roster, life.clock, life.world.settings.lease)
     await tasks.start(worker.run, link)
     tasks.start_soon(link.read)
     tasks.start_soon(link.renew)
     await tasks.start(link.beat)
     life.ready = True
+    await life.stopping.wait()
+    await link.drain(worker.idle, DRAIN_S)
+    life.exit = "drained"
+    tasks.cancel_scope.cancel()
 
 
 async def scheduler_main(life: Life) -> None:
@@ -248,8 +255,10 @@ async def gateway_main(life: Life) -> None:
         *(life.incarnation, life.leases, life.roster, life.bus, life.keys, life.clock, settings.gateway.max_queued)
     )
     streams = Streams(port, life.clock, NullObserver())
+    keeper = Keeper(port, streams, life.clock, settings.lease)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(streams.run)
+        tasks.start_soon(keeper.run)
         life.tasks = tasks
         life.services = Services(port, streams, Words(), life.clock, NullObserver())  # type: ignore[arg-type]
         life.ready = True

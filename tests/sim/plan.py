@@ -7,6 +7,7 @@ from random import Random
 from tests.sim.calls import Ask, draw_asks
 
 FAULTS = ("crash", "freeze", "slow", "redis_down", "lost_replies", "cut", "flip", "kv_loss", "kv_repeat", "partition")
+RARE = ("wipe", "usurp", "drain", "jump", "ghost", "bad_steps")
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,18 @@ def draw_faults(rng: Random, span: float, slots: list[str]) -> list[Fault]:
 
 
 def _fault(rng: Random, at: float, slots: list[str]) -> Fault:
-    kind = rng.choice(FAULTS)
+    kind = rng.choice(FAULTS if rng.random() < 0.75 else RARE)
     match kind:
         case "crash" | "cut":
             return Fault(at, kind, rng.choice(slots))
+        case "drain":
+            return Fault(at, kind, rng.choice([s for s in slots if s.startswith(("prefill", "decode"))]))
+        case "wipe" | "usurp" | "ghost":
+            return Fault(at, kind)
+        case "jump":
+            return Fault(at, kind, "", 0.0, rng.choice((0.5, 3.0, 20.0)))
+        case "bad_steps":
+            return Fault(at, kind, "", 0.0, rng.choice((1, 2, 4)))
         case "freeze":
             return Fault(at, kind, rng.choice(slots), rng.choice((0.2, 0.8, 2.0, 5.0)))
         case "partition":

@@ -112,7 +112,7 @@ class Store:
         self.deadlines.pop(key, None)
         return self.data.pop(key, None) is not None
 
-    def keys(self) -> list[bytes]:
+    def live_keys(self) -> list[bytes]:
         return [key for key in list(self.data) if self.get(key) is not None]
 
     def _make(self, key: bytes, kind: type) -> Any:

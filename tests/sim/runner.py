@@ -49,7 +49,8 @@ def run(plan: Plan, overrides: dict[str, str] | None = None) -> Report:
             _end(loop)
     outcomes: dict[str, int] = {}
     for call in world.calls:
-        outcomes[call.outcome] = outcomes.get(call.outcome, 0) + 1
+        name = call.outcome if call.outcome != "error" else f"error {call.error}"
+        outcomes[name] = outcomes.get(name, 0) + 1
     return Report(
         plan,
         tuple(world.violations),

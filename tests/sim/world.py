@@ -7,8 +7,7 @@ from random import Random
 
 import anyio
 
-from services.engine.planner import Planner
-from services.transfer.fake import Faults, FakeNetwork
+from services.transfer.fake import FakeNetwork, Faults
 from shared.clock import Clock
 from shared.config import (
     EngineConfig,
@@ -85,6 +84,8 @@ class World:
         self.stopping = False
         self.failed = anyio.Event()
         self.step_fails = 0
+        self.num_usurpers = 0
+        self.heirs: dict[str, Life] = {}
         self.judge = Judge(self)
 
     def time(self) -> float:
@@ -124,6 +125,10 @@ class World:
             self.all_lives.append(life)
             self.loop.start(life.proc, life.live(main))
             await life.over.wait()
+            while (heir := self.heirs.pop(life.incarnation, None)) is not None:
+                self.bury(life)
+                life = heir  # started beside it
+                await life.over.wait()
             if life.exit:
                 self.note(f"{life.incarnation} exits: {life.exit}")
             self.bury(life)
@@ -248,6 +253,34 @@ class World:
         await self.clock.sleep(fault.seconds)
         self.redis.filters.remove(repeat)
 
+    async def _suffer_wipe(self, fault: Fault, life: Life | None) -> None:
+        self.redis.stop()
+        self.redis.wipe()
+        self.judge.wiped()
+        self.redis.start()
+
+    async def _suffer_usurp(self, fault: Fault, life: Life | None) -> None:
+        """A second scheduler starts while the first is alive."""
+        self.num_usurpers += 1
+        life = Life(self, "scheduler-0", 100 + self.num_usurpers)
+        old, self.lives["scheduler-0"] = self.lives["scheduler-0"], life
+        self.all_lives.append(life)
+        self.heirs[old.incarnation] = life
+        self.loop.start(life.proc, life.live(MAINS["scheduler"]))
+
+    async def _suffer_drain(self, fault: Fault, life: Life | None) -> None:
+        if life is not None and life.is_alive:
+            self.loop.call_in(life.proc, life.stopping.set)
+
+    async def _suffer_jump(self, fault: Fault, life: Life | None) -> None:
+        self.redis.time_jump += fault.amount
+
+    async def _suffer_ghost(self, fault: Fault, life: Life | None) -> None:
+        self.judge.haunt()
+
+    async def _suffer_bad_steps(self, fault: Fault, life: Life | None) -> None:
+        self.step_fails += int(fault.amount)
+
     # --- the whole ---
 
     async def run(self, limit_s: float) -> None:
@@ -284,6 +317,3 @@ class World:
             self.violate(f"not quiet {limit_s} s after the end: {loud}")
         self.judge.final()
         self.failed.set()
-
-
-__all__ = ["Planner", "Violation", "World"]

@@ -1,14 +1,14 @@
 """A cell in memory, as the scheduler sees it: the answers that the scripts in Redis give, on a clock of the test's."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from shared.bus_memory import MemoryBus
 from shared.clock import Clock
 from shared.errors import BusError
 from shared.hashing import block_hashes, chain_root
 from shared.ids import Incarnation, RequestId, WorkerId
-from shared.keys import Keys
+from shared.keys import Channel, Keys
 from shared.leases import Dispatch, DispatchAnswer, RequeueAnswer
 from shared.messages import (
     Admitted,
@@ -85,6 +85,7 @@ class Cell:
         self.records: dict[RequestId, Record] = {}
         self.fleet: dict[Incarnation, Worker] = {}
         self.overdue: list[tuple[RequestId, int]] = []  # what `expired` answers
+        self.silent_gateways: dict[Incarnation, list[RequestId]] = {}  # overdue, with what they have open
         self.term = 0
         self.down = False
         self.last_outage: float | None = None
@@ -204,6 +205,31 @@ class Cell:
         record.state, record.error = "done", error
         await self.bus.publish(self.keys.sched(), Ended(request_id=request_id))
         return True
+
+    async def cancel(self, request_id: RequestId, reason: str) -> bool:
+        self._called("cancel")
+        record = self.records[request_id]
+        if record.state == "done":
+            return False
+        record.state, record.error = "done", reason
+        await self.bus.publish(self.keys.sched(), Ended(request_id=request_id))
+        return True
+
+    async def dead_gateways(self) -> list[Incarnation]:
+        self._called("dead_gateways")
+        return list(self.silent_gateways)
+
+    async def bury_gateway(self, gateway: Incarnation) -> list[RequestId] | None:
+        self._called("bury_gateway")
+        return self.silent_gateways.get(gateway)
+
+    async def forget_gateway(self, gateway: Incarnation) -> None:
+        self._called("forget_gateway")
+        del self.silent_gateways[gateway]
+
+    async def stream_lengths(self, *channels: Channel[Any]) -> list[int]:
+        self._called("stream_lengths")
+        return [self.bus.depth(channel) for channel in channels]
 
     async def deployment_key(self) -> bytes:
         self._called("deployment_key")

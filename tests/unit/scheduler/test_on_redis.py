@@ -63,6 +63,7 @@ class Live:
 
     async def heartbeats(self) -> None:
         while True:
+            await self.roster.greet(GATEWAY)
             for incarnation in list(self.alive):
                 await self.roster.heartbeat(incarnation)
             await anyio.sleep(0.03)
@@ -98,6 +99,7 @@ async def a_cell(redis_url: str) -> AsyncIterator[Live]:
             set(),
             tasks,
         )
+        await live.roster.greet(GATEWAY)
         tasks.start_soon(live.heartbeats)
         yield live
         tasks.cancel_scope.cancel()

@@ -136,3 +136,29 @@ async def test_a_burial_that_was_cut_off_is_finished(cell: Cell, desk: Desk, clo
     await desk.step()
     assert cell.placed("a") == (None, "d1")
     assert Incarnation("d0") not in cell.fleet
+
+
+async def test_a_silent_gateways_requests_are_cancelled(cell: Cell, desk: Desk, clock: ManualClock) -> None:
+    """Nobody reads the answers: no work goes on for them, and the gateway is forgotten last."""
+    await a_running_request(cell, desk)
+    cell.silent_gateways[Incarnation("gateway-0")] = [RequestId("a")]
+    await desk.scheduler.reaper.look()
+    assert "bury_gateway" not in cell.calls, "not within a lease period of the start"
+    clock.advance(LEASE_S)
+    await desk.scheduler.reaper.look()
+    await desk.step()
+    record = cell.records[RequestId("a")]
+    assert (record.state, record.error) == ("done", "its gateway died")
+    assert not cell.silent_gateways
+    assert desk.scheduler.stats().num_gateways_buried == 1
+
+
+async def test_the_length_of_every_stream_is_measured(cell: Cell, desk: Desk, clock: ManualClock) -> None:
+    """What nobody consumes shows in the metrics."""
+    await a_running_request(cell, desk)
+    await cell.bus.publish(cell.keys.kv(), WorkerGone(incarnation=Incarnation("x")))
+    clock.advance(LEASE_S)
+    await desk.scheduler.reaper.look()
+    lengths = desk.scheduler.stats().num_stream_entries
+    assert lengths["kv"] == 1
+    assert lengths["work"] == cell.bus.depth(cell.keys.work(Incarnation("d0")))

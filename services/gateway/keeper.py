@@ -1,0 +1,68 @@
+"""Keeps the gateway and its requests known to Redis.
+
+A gateway greets like a worker sends heartbeats: one that falls silent is buried, its requests cancelled and its stream
+deleted. And it looks after what it has open: a request that Redis has lost (an empty or older Redis took over) is
+admitted again under the same id, with the tokens already received; one that ended without a word is failed.
+"""
+
+from collections.abc import Sequence
+
+import structlog
+
+from services.gateway.ports import Registry
+from services.gateway.streams import RequestStream, Streams
+from shared.clock import Clock
+from shared.config import LeaseConfig
+from shared.errors import BusError
+from shared.ids import RequestId
+
+log = structlog.get_logger("gateway.keeper")
+
+
+class Keeper:
+    """Beats, and compares."""
+
+    def __init__(self, registry: Registry, streams: Streams, clock: Clock, lease: LeaseConfig) -> None:
+        self._registry, self._streams, self._clock, self._lease = registry, streams, clock, lease
+        self._looked = clock.now()
+        self._ended: set[RequestId] = set()  # by Redis' word at the last look, and still open here
+        self.num_readmitted = 0
+
+    async def run(self) -> None:
+        """Greet and look after the requests, until cancelled."""
+        while True:
+            try:
+                await self.look()
+            except BusError as exc:
+                log.warning("keeper.paused", error=str(exc))
+            await self._clock.sleep(self._lease.heartbeat_s)
+
+    async def look(self) -> None:
+        """One round.
+
+        :raises BusError: Redis is lost.
+        """
+        unknown = await self._registry.greet()
+        if unknown or self._clock.now() - self._looked >= self._lease.lease_s:
+            self._looked = self._clock.now()
+            await self._compare(self._streams.admitted())
+
+    async def _compare(self, streams: Sequence[RequestStream]) -> None:
+        states = await self._registry.states([stream.request_id for stream in streams])
+        ended = {s.request_id for s, state in zip(streams, states, strict=True) if state == "ended" and s.is_open}
+        for stream, state in zip(streams, states, strict=True):
+            if not stream.is_open:
+                continue
+            if state == "lost":
+                await self._readmit(stream)
+            elif stream.request_id in ended & self._ended:  # its last events had a whole look's time to arrive
+                log.error("request ended without a word", request_id=stream.request_id)
+                stream.fail("the request's end was lost")
+        self._ended = ended
+
+    async def _readmit(self, stream: RequestStream) -> None:
+        assert stream.request is not None
+        answer = await self._registry.readmit(stream.request, stream.epoch + 1, stream.token_ids)
+        if answer == "admitted":
+            self.num_readmitted += 1
+            log.warning("request.readmitted", request_id=stream.request_id, tokens=len(stream.token_ids))
