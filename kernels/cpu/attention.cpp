@@ -32,9 +32,7 @@ namespace {
 
 constexpr int64_t ROWS = 32;
 
-struct Item {
-  int64_t seq, kv_head, first_row, num_rows, first_position;
-};
+using Item = AttentionItem;
 
 struct Scratch {
   std::vector<float> q, acc, max, sum, keys, values;
@@ -150,9 +148,13 @@ void run_item(const AttentionArgs& args, const LayerCache& cache, const TileOps&
 
 }  // namespace
 
-void paged_attention(const AttentionArgs& args, const LayerCache& cache, const TileOps& ops, int num_threads) {
+std::vector<Item> plan_attention(const AttentionArgs& args, const LayerCache& cache) {
   check_tables(args, cache);
-  const std::vector<Item> items = split(args, cache.num_kv_heads);
+  return split(args, cache.num_kv_heads);
+}
+
+void run_attention(const AttentionArgs& args, const LayerCache& cache, const TileOps& ops,
+                   const std::vector<Item>& items, int num_threads) {
   parallel_for(static_cast<int64_t>(items.size()), num_threads,
                [&](int64_t i) { run_item(args, cache, ops, items[i]); });
 }
