@@ -1,4 +1,4 @@
-// Micro-kernels of the linear layers with AVX2, FMA and F16C: up to 6 rows times 8 or 16 outputs, accumulators in
+// Micro-kernels of the linear layers with AVX2, FMA and F16C: up to 6 rows times 16 outputs, accumulators in
 // registers. 4-bit weights are the unsigned operand of vpmaddubsw: eight of its results, each at most 2 * 15 * 127,
 // fit in 16 bits, so a group of 32 inputs is widened once.
 #include "linear.h"
@@ -23,119 +23,147 @@ inline __m256i broadcast4(const void* p) {
   return _mm256_set1_epi32(bits);
 }
 
+// Keeps a value in a register at this point. Without it g++ moves the loads of a group's eight steps together and
+// spills the accumulators (seen in the disassembly; 12 accumulators, a weight and an activation fit in 16 registers).
+template <typename V>
+inline void pin(V& value) {
+  asm volatile("" : "+x"(value));
+}
+
 // Adds a group's integer dot products to the running sum.
 inline __m256 add_group(__m256 sum, __m256i dots, __m256 weight_scale, float scale) {
   return _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots), _mm256_mul_ps(weight_scale, _mm256_set1_ps(scale)), sum);
 }
 
-// R rows times 8 outputs of a 4-bit block: those of the low (HALF 0) or high (HALF 1) 4 bits.
-template <int R, int HALF>
-void q4_half(const uint8_t* w, int64_t groups, const uint8_t* x, int64_t row_bytes, float* out, int64_t out_stride) {
-  constexpr int64_t TILE_BYTES = OUTS * GROUP / 2 + 4 * OUTS;
-  const __m256i low = _mm256_set1_epi8(15);
-  __m256 sum[R];
-  for (int r = 0; r < R; ++r) sum[r] = _mm256_setzero_ps();
-  for (int64_t g = 0; g < groups; ++g, w += TILE_BYTES, x += sizeof(Group8)) {
-    __m256i acc[R];
-#pragma GCC unroll 8
-    for (int s = 0; s < 8; ++s) {
-      __m256i q = load_bytes(w + 32 * s);
-      q = _mm256_and_si256(HALF ? _mm256_srli_epi16(q, 4) : q, low);
-#pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) {
-        const __m256i pairs = _mm256_maddubs_epi16(q, broadcast4(x + r * row_bytes + 8 + 4 * s));
-        acc[r] = s ? _mm256_add_epi16(acc[r], pairs) : pairs;
-      }
-    }
-    const __m256 scale = load_halves(w + 256 + 16 * HALF), minimum = load_halves(w + 288 + 16 * HALF);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-      const float* head = reinterpret_cast<const float*>(x + r * row_bytes);
-      sum[r] = add_group(sum[r], _mm256_madd_epi16(acc[r], _mm256_set1_epi16(1)), scale, head[0]);
-      sum[r] = _mm256_fmadd_ps(minimum, _mm256_set1_ps(head[1]), sum[r]);
-    }
+// Sums of R rows times 16 outputs over a block's groups. Up to three rows they stay in registers; more rows leave
+// those to the integer accumulators, and the sums are in memory, touched once per group.
+template <int R>
+struct Sums {
+  static constexpr bool IN_REGISTERS = R <= 3;
+  __m256 kept[R][2];
+  alignas(32) float stored[R][OUTS];
+
+  Sums() {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+      for (int h = 0; h < 2; ++h) set(r, h, _mm256_setzero_ps());
   }
-  for (int r = 0; r < R; ++r) _mm256_storeu_ps(out + r * out_stride + 8 * HALF, sum[r]);
+  __m256 get(int r, int h) const { return IN_REGISTERS ? kept[r][h] : _mm256_load_ps(&stored[r][8 * h]); }
+  void set(int r, int h, __m256 value) {
+    if (IN_REGISTERS) kept[r][h] = value;
+    else _mm256_store_ps(&stored[r][8 * h], value);
+  }
+  void settle() {
+    if (!IN_REGISTERS) asm volatile("" : : "r"(stored) : "memory");  // or g++ would hold them in registers it lacks
+  }
+  void write(float* out, int64_t out_stride) const {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+      for (int h = 0; h < 2; ++h) _mm256_storeu_ps(out + r * out_stride + 8 * h, get(r, h));
+  }
+};
+
+inline void prefetch(const uint8_t* p, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64) _mm_prefetch(p + line, _MM_HINT_T0);
 }
 
-// R rows times all 16 outputs: the weights are read once, for few rows that wait for memory.
+// R rows times a 4-bit block.
 template <int R>
-void q4_both(const uint8_t* w, int64_t groups, const uint8_t* x, int64_t row_bytes, float* out, int64_t out_stride) {
-  constexpr int64_t TILE_BYTES = OUTS * GROUP / 2 + 4 * OUTS, AHEAD = 8 * TILE_BYTES;
+void q4_tile(const uint8_t* w, int64_t groups, const uint8_t* x, int64_t row_bytes, float* out, int64_t out_stride) {
+  constexpr int64_t TILE_BYTES = OUTS * GROUP / 2 + 4 * OUTS;
   const __m256i low = _mm256_set1_epi8(15);
-  __m256 sum[R][2];
-  for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
+  Sums<R> sums;
   for (int64_t g = 0; g < groups; ++g, w += TILE_BYTES, x += sizeof(Group8)) {
     __m256i acc[R][2];
-    for (int64_t line = 0; line < TILE_BYTES; line += 64) _mm_prefetch(w + AHEAD + line, _MM_HINT_T0);
-#pragma GCC unroll 8
+    prefetch(w + 8 * TILE_BYTES, TILE_BYTES);
+#pragma GCC unroll 16
     for (int s = 0; s < 8; ++s) {
       const __m256i q = load_bytes(w + 32 * s);
       const __m256i q0 = _mm256_and_si256(q, low), q1 = _mm256_and_si256(_mm256_srli_epi16(q, 4), low);
+#pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const __m256i a = broadcast4(x + r * row_bytes + 8 + 4 * s);
         const __m256i p0 = _mm256_maddubs_epi16(q0, a), p1 = _mm256_maddubs_epi16(q1, a);
         acc[r][0] = s ? _mm256_add_epi16(acc[r][0], p0) : p0;
         acc[r][1] = s ? _mm256_add_epi16(acc[r][1], p1) : p1;
+        pin(acc[r][0]), pin(acc[r][1]);
       }
     }
+#pragma GCC unroll 16
     for (int h = 0; h < 2; ++h) {
       const __m256 scale = load_halves(w + 256 + 16 * h), minimum = load_halves(w + 288 + 16 * h);
+#pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const float* head = reinterpret_cast<const float*>(x + r * row_bytes);
-        sum[r][h] = add_group(sum[r][h], _mm256_madd_epi16(acc[r][h], _mm256_set1_epi16(1)), scale, head[0]);
-        sum[r][h] = _mm256_fmadd_ps(minimum, _mm256_set1_ps(head[1]), sum[r][h]);
+        const __m256 sum =
+            add_group(sums.get(r, h), _mm256_madd_epi16(acc[r][h], _mm256_set1_epi16(1)), scale, head[0]);
+        sums.set(r, h, _mm256_fmadd_ps(minimum, _mm256_set1_ps(head[1]), sum));
       }
     }
+    sums.settle();
   }
-  for (int r = 0; r < R; ++r)
-    for (int h = 0; h < 2; ++h) _mm256_storeu_ps(out + r * out_stride + 8 * h, sum[r][h]);
+  sums.write(out, out_stride);
 }
 
-// R rows times 8 outputs of an 8-bit block.
+inline __m256i widen_pairs(const uint8_t* p) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+// R rows times an 8-bit block.
 template <int R>
-void q8_half(const uint8_t* w, int half, int64_t groups, const uint8_t* x, int64_t row_bytes, float* out,
-             int64_t out_stride) {
-  constexpr int64_t TILE_BYTES = OUTS * GROUP + 2 * OUTS, AHEAD = 4 * TILE_BYTES;
-  __m256 sum[R];
-  for (int r = 0; r < R; ++r) sum[r] = _mm256_setzero_ps();
+void q8_tile(const uint8_t* w, int64_t groups, const uint8_t* x, int64_t row_bytes, float* out, int64_t out_stride) {
+  constexpr int64_t TILE_BYTES = OUTS * GROUP + 2 * OUTS;
+  Sums<R> sums;
   for (int64_t g = 0; g < groups; ++g, w += TILE_BYTES, x += sizeof(Group16)) {
-    const uint8_t* q = w + 256 * half;
-    for (int64_t line = 0; line < 256; line += 64) _mm_prefetch(q + AHEAD + line, _MM_HINT_T0);
-    __m256i acc[R];
+    __m256i acc[R][2];
+    prefetch(w + 4 * TILE_BYTES, TILE_BYTES);
 #pragma GCC unroll 16
     for (int s = 0; s < 16; ++s) {
-      const __m256i pair = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q + 16 * s)));
-#pragma GCC unroll 6
+      const __m256i w0 = widen_pairs(w + 16 * s), w1 = widen_pairs(w + 256 + 16 * s);
+#pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const __m256i dots = _mm256_madd_epi16(pair, broadcast4(x + r * row_bytes + 8 + 4 * s));
-        acc[r] = s ? _mm256_add_epi32(acc[r], dots) : dots;
+        const __m256i a = broadcast4(x + r * row_bytes + 8 + 4 * s);
+        const __m256i d0 = _mm256_madd_epi16(w0, a), d1 = _mm256_madd_epi16(w1, a);
+        acc[r][0] = s ? _mm256_add_epi32(acc[r][0], d0) : d0;
+        acc[r][1] = s ? _mm256_add_epi32(acc[r][1], d1) : d1;
+        pin(acc[r][0]), pin(acc[r][1]);
       }
     }
-    const __m256 scale = load_halves(w + 512 + 16 * half);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r)
-      sum[r] = add_group(sum[r], acc[r], scale, *reinterpret_cast<const float*>(x + r * row_bytes));
+#pragma GCC unroll 16
+    for (int h = 0; h < 2; ++h) {
+      const __m256 scale = load_halves(w + 512 + 16 * h);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const float* head = reinterpret_cast<const float*>(x + r * row_bytes);
+        sums.set(r, h, add_group(sums.get(r, h), acc[r][h], scale, head[0]));
+      }
+    }
+    sums.settle();
   }
-  for (int r = 0; r < R; ++r) _mm256_storeu_ps(out + r * out_stride + 8 * half, sum[r]);
+  sums.write(out, out_stride);
 }
 
-// R rows times all 16 outputs of a float32 block.
+// R rows times a float32 block.
 template <int R>
-void f32_both(const float* w, int64_t num_inputs, const uint8_t* x, int64_t row_bytes, float* out,
+void f32_tile(const float* w, int64_t num_inputs, const uint8_t* x, int64_t row_bytes, float* out,
               int64_t out_stride) {
   __m256 sum[R][2];
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
   for (int64_t k = 0; k < num_inputs; ++k, w += OUTS, x += 4) {
     const __m256 w0 = _mm256_loadu_ps(w), w1 = _mm256_loadu_ps(w + 8);
-#pragma GCC unroll 6
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const __m256 a = _mm256_broadcast_ss(reinterpret_cast<const float*>(x + r * row_bytes));
       sum[r][0] = _mm256_fmadd_ps(a, w0, sum[r][0]);
       sum[r][1] = _mm256_fmadd_ps(a, w1, sum[r][1]);
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
     for (int h = 0; h < 2; ++h) _mm256_storeu_ps(out + r * out_stride + 8 * h, sum[r][h]);
 }
 
@@ -143,15 +171,11 @@ template <int R>
 void tile(const Matrix& w, int64_t block, const uint8_t* x, int64_t row_bytes, float* out, int64_t out_stride) {
   const uint8_t* data = w.block(block);
   const int64_t groups = w.num_groups();
-  if (w.format == Format::q4) {
-    if (R <= 2) return q4_both<(R <= 2 ? R : 1)>(data, groups, x, row_bytes, out, out_stride);
-    q4_half<R, 0>(data, groups, x, row_bytes, out, out_stride);
-    q4_half<R, 1>(data, groups, x, row_bytes, out, out_stride);
-  } else if (w.format == Format::q8) {
-    q8_half<R>(data, 0, groups, x, row_bytes, out, out_stride);
-    q8_half<R>(data, 1, groups, x, row_bytes, out, out_stride);
-  } else {
-    f32_both<R>(reinterpret_cast<const float*>(data), w.num_inputs, x, row_bytes, out, out_stride);
+  switch (w.format) {
+    case Format::q4: return q4_tile<R>(data, groups, x, row_bytes, out, out_stride);
+    case Format::q8: return q8_tile<R>(data, groups, x, row_bytes, out, out_stride);
+    case Format::f32:
+      return f32_tile<R>(reinterpret_cast<const float*>(data), w.num_inputs, x, row_bytes, out, out_stride);
   }
 }
 
