@@ -141,16 +141,19 @@ void run_item(const AttentionArgs& args, const LayerCache& cache, const TileOps&
     const float* q = args.q + (item.first_row + r) * args.q_stride + offset;
     for (int64_t i = 0; i < width; ++i) s.q[r * width + i] = q[i] * args.scale;
   }
-  TileRows rows, next;
-  find_rows(args, cache, item, 0, s, next);
+  TileRows rows[2];  // this tile's and the next one's, in turns
+  find_rows(args, cache, item, 0, s, rows[0]);
   for (int64_t token = 0; token < item.first_position + item.num_rows; token += TILE) {
-    rows = next;
-    find_rows(args, cache, item, token + TILE, s, next);
-    attend_tile(args, cache, ops, item, token, rows, next, s);
+    const int64_t now = token / TILE % 2;
+    find_rows(args, cache, item, token + TILE, s, rows[1 - now]);
+    attend_tile(args, cache, ops, item, token, rows[now], rows[1 - now], s);
   }
   for (int64_t r = 0; r < item.num_rows; ++r) {
     float* out = args.out + (item.first_row + r) * args.out_stride + offset;
-    for (int64_t i = 0; i < width; ++i) out[i] = s.acc[r * width + i] / s.sum[r * group + i / head_dim];
+    for (int64_t g = 0; g < group; ++g) {
+      const float sum = s.sum[r * group + g], *acc = &s.acc[(r * group + g) * head_dim];
+      for (int64_t i = 0; i < head_dim; ++i) out[g * head_dim + i] = acc[i] / sum;
+    }
   }
 }
 
