@@ -91,16 +91,12 @@ def _open(path: Path, plan: PackPlan) -> Buffer | None:
 def _write(path: Path, checkpoint: Checkpoint, plan: PackPlan) -> None:
     """:raises OSError: the folder or the disk refuses."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = _in_memory(checkpoint, plan)
     with NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix=".tmp", delete=False) as file:
         try:
-            # Real blocks, not a hole: a full disk must be an error here and not a SIGBUS in the mapping.
-            os.posix_fallocate(file.fileno(), 0, _HEADER_BYTES + plan.num_bytes)
-            with mmap.mmap(file.fileno(), _HEADER_BYTES + plan.num_bytes) as mapped:
-                buffer = np.frombuffer(mapped, np.uint8)
-                fill(checkpoint, plan, buffer[_HEADER_BYTES:])
-                buffer[:_HEADER_BYTES] = np.frombuffer(_header(plan), np.uint8)
-                del buffer
-                mapped.flush()
+            file.write(_header(plan))
+            file.write(memoryview(buffer))
+            file.flush()
             Path(file.name).replace(path)
         except BaseException:
             with suppress(OSError):
