@@ -59,4 +59,5 @@ NB_MODULE(_kernels, m) {
   m.def("paged_attention", &py_paged_attention, release());
   bind_linear(m);
   bind_decoder(m);
+  bind_peak(m);
 }

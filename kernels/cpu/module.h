@@ -14,3 +14,4 @@ using OutRows = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 void bind_linear(nb::module_& m);
 void bind_decoder(nb::module_& m);
+void bind_peak(nb::module_& m);
