@@ -1,3 +1,8 @@
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
 TILE: int
 
 def simd_name() -> str: ...
@@ -46,3 +51,58 @@ def paged_attention(
     simd: bool,
     /,
 ) -> None: ...
+
+_Floats = npt.NDArray[np.float32]
+_Ints = npt.NDArray[np.int32]
+
+class Matrix:
+    def __init__(self, fmt: int, num_outputs: int, num_inputs: int, data: npt.NDArray[np.uint8], /) -> None: ...
+
+def linear(w: Matrix, x: _Floats, out: _Floats, finish: int, num_threads: int, simd: bool, /) -> None: ...
+def read_row(w: Matrix, row: int, out: _Floats, /) -> None: ...
+
+class Decoder:
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        vocab: int,
+        rms_eps: float,
+        inverse_frequencies: _Floats,
+        embed: Matrix,
+        head: Matrix,
+        norm: _Floats,
+        /,
+    ) -> None: ...
+    def add_layer(
+        self,
+        attn_norm: _Floats,
+        qkv: Sequence[tuple[int, Matrix]],
+        o: Matrix,
+        mlp_norm: _Floats,
+        gate_up: Matrix,
+        down: Matrix,
+        /,
+    ) -> None: ...
+    def forward(
+        self,
+        cache: LayerCache,
+        layer_stride: int,
+        token_ids: _Ints,
+        positions: _Ints,
+        slot_mapping: _Ints,
+        block_tables: _Ints,
+        query_start: _Ints,
+        context_lens: _Ints,
+        logit_rows: _Ints,
+        logits: _Floats,
+        num_threads: int,
+        simd: bool,
+        /,
+    ) -> None: ...
+
+def peak_ops(kind: int, iterations: int, num_threads: int, /) -> int: ...
+def peak_read(data: npt.NDArray[np.uint8], num_threads: int, /) -> int: ...

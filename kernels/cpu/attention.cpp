@@ -32,12 +32,10 @@ namespace {
 
 constexpr int64_t ROWS = 32;
 
-struct Item {
-  int64_t seq, kv_head, first_row, num_rows, first_position;
-};
+using Item = AttentionItem;
 
 struct Scratch {
-  std::vector<float> q, acc, max, sum, keys, values;
+  std::vector<float> q, acc, max, sum, keys, values, zeros;
   std::vector<int> visible;
 
   void fit(int64_t num_queries, int64_t head_dim) {
@@ -48,6 +46,7 @@ struct Scratch {
     visible.resize(num_queries);
     keys.resize(TILE * head_dim);
     values.resize(TILE * head_dim);
+    zeros.resize(head_dim);  // stands for the rows behind a seq's last token, in any dtype
   }
 };
 
@@ -77,42 +76,48 @@ std::vector<Item> split(const AttentionArgs& args, int64_t num_kv_heads) {
   return items;
 }
 
-// Where a tile's tokens live in the pool; null behind the item's last row.
+// Where a tile's tokens live in the pool.
 struct TileRows {
-  const void *keys[TILE], *values[TILE];
+  const char *keys[TILE], *values[TILE];
 };
 
-// Finds the rows of tokens first .. first + TILE - 1 and asks the CPU to fetch them: a block's run is too short
-// for the hardware to see it coming.
-void find_rows(const AttentionArgs& args, const LayerCache& cache, const Item& item, int64_t first, TileRows& rows) {
-  const int64_t context = item.first_position + item.num_rows;
-  const int64_t row_bytes = cache.head_dim * item_bytes(cache.dtype);
+// Finds the rows of tokens first .. first + TILE - 1.
+void find_rows(const AttentionArgs& args, const LayerCache& cache, const Item& item, int64_t first, const Scratch& s,
+               TileRows& rows) {
   const int32_t* table = args.block_tables + item.seq * args.max_blocks;
-  for (int64_t t = 0; t < TILE; ++t) {
-    const int64_t token = first + t;
-    if (token >= context) {
-      rows.keys[t] = rows.values[t] = nullptr;
-      continue;
+  const int64_t end = std::min<int64_t>(TILE, item.first_position + item.num_rows - first);
+  int64_t t = 0;
+  while (t < end) {
+    const int64_t block = (first + t) / cache.block_size, offset = (first + t) % cache.block_size;
+    const char* key = cache.row(table[block] * cache.block_size + offset, item.kv_head, 0);
+    for (const int64_t last = std::min(end, t + cache.block_size - offset); t < last; ++t) {
+      rows.keys[t] = key, rows.values[t] = key + cache.kv_stride;
+      key += cache.token_stride;
     }
-    const int64_t slot = table[token / cache.block_size] * cache.block_size + token % cache.block_size;
-    const char *key = cache.row(slot, item.kv_head, 0), *value = cache.row(slot, item.kv_head, 1);
-    for (int64_t byte = 0; byte < row_bytes; byte += 64) {
-      __builtin_prefetch(key + byte);
-      __builtin_prefetch(value + byte);
-    }
-    rows.keys[t] = key;
-    rows.values[t] = value;
   }
+  for (; t < TILE; ++t) rows.keys[t] = rows.values[t] = reinterpret_cast<const char*>(s.zeros.data());
+}
+
+// Asks the CPU to fetch half a tile's keys or values: a block's run is too short for the hardware to see it coming,
+// and asking for a whole tile at once would wait for the CPU's few fill buffers.
+void fetch(const char* const* rows, int64_t row_bytes) {
+  for (int64_t t = 0; t < TILE / 2; ++t)
+    for (int64_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(rows[t] + byte);
 }
 
 void attend_tile(const AttentionArgs& args, const LayerCache& cache, const TileOps& ops, const Item& item,
-                 int64_t first_token, const TileRows& rows, Scratch& s) {
+                 int64_t first_token, const TileRows& rows, const TileRows& next, Scratch& s) {
   const int64_t group = args.num_heads / cache.num_kv_heads, head_dim = cache.head_dim;
-  ops.pack_keys(rows.keys, head_dim, cache.dtype, s.keys.data());
+  const int64_t row_bytes = head_dim * item_bytes(cache.dtype);
+  const auto untyped = [](const char* const* p) { return reinterpret_cast<const void* const*>(p); };
+  fetch(next.keys, row_bytes);
+  ops.pack_keys(untyped(rows.keys), head_dim, cache.dtype, s.keys.data());
+  fetch(next.keys + TILE / 2, row_bytes);
   const float* value_rows[TILE];
-  if (cache.dtype != Dtype::f32) ops.pack_values(rows.values, head_dim, cache.dtype, s.values.data());
+  if (cache.dtype != Dtype::f32) ops.pack_values(untyped(rows.values), head_dim, cache.dtype, s.values.data());
   for (int64_t t = 0; t < TILE; ++t)
-    value_rows[t] = cache.dtype == Dtype::f32 ? static_cast<const float*>(rows.values[t]) : &s.values[t * head_dim];
+    value_rows[t] = cache.dtype == Dtype::f32 ? reinterpret_cast<const float*>(rows.values[t]) : &s.values[t * head_dim];
+  fetch(next.values, row_bytes);
 
   // Rows before the tile see none of it.
   const int64_t skip = std::max<int64_t>(0, first_token - item.first_position) * group;
@@ -124,6 +129,7 @@ void attend_tile(const AttentionArgs& args, const LayerCache& cache, const TileO
   const Queries queries = {&s.q[skip * head_dim], &s.acc[skip * head_dim], &s.max[skip], &s.sum[skip],
                            s.visible.data(),      num};
   ops.attend(queries, s.keys.data(), value_rows, head_dim);
+  fetch(next.values + TILE / 2, row_bytes);
 }
 
 void run_item(const AttentionArgs& args, const LayerCache& cache, const TileOps& ops, const Item& item) {
@@ -135,24 +141,31 @@ void run_item(const AttentionArgs& args, const LayerCache& cache, const TileOps&
     const float* q = args.q + (item.first_row + r) * args.q_stride + offset;
     for (int64_t i = 0; i < width; ++i) s.q[r * width + i] = q[i] * args.scale;
   }
-  TileRows rows, next;
-  find_rows(args, cache, item, 0, next);
+  TileRows rows[2];  // this tile's and the next one's, in turns
+  find_rows(args, cache, item, 0, s, rows[0]);
   for (int64_t token = 0; token < item.first_position + item.num_rows; token += TILE) {
-    rows = next;
-    find_rows(args, cache, item, token + TILE, next);
-    attend_tile(args, cache, ops, item, token, rows, s);
+    const int64_t now = token / TILE % 2;
+    find_rows(args, cache, item, token + TILE, s, rows[1 - now]);
+    attend_tile(args, cache, ops, item, token, rows[now], rows[1 - now], s);
   }
   for (int64_t r = 0; r < item.num_rows; ++r) {
     float* out = args.out + (item.first_row + r) * args.out_stride + offset;
-    for (int64_t i = 0; i < width; ++i) out[i] = s.acc[r * width + i] / s.sum[r * group + i / head_dim];
+    for (int64_t g = 0; g < group; ++g) {
+      const float sum = s.sum[r * group + g], *acc = &s.acc[(r * group + g) * head_dim];
+      for (int64_t i = 0; i < head_dim; ++i) out[g * head_dim + i] = acc[i] / sum;
+    }
   }
 }
 
 }  // namespace
 
-void paged_attention(const AttentionArgs& args, const LayerCache& cache, const TileOps& ops, int num_threads) {
+std::vector<Item> plan_attention(const AttentionArgs& args, const LayerCache& cache) {
   check_tables(args, cache);
-  const std::vector<Item> items = split(args, cache.num_kv_heads);
+  return split(args, cache.num_kv_heads);
+}
+
+void run_attention(const AttentionArgs& args, const LayerCache& cache, const TileOps& ops,
+                   const std::vector<Item>& items, int num_threads) {
   parallel_for(static_cast<int64_t>(items.size()), num_threads,
                [&](int64_t i) { run_item(args, cache, ops, items[i]); });
 }

@@ -2,6 +2,8 @@
 #pragma once
 #include "tile.h"
 
+#include <vector>
+
 namespace baton {
 
 struct LayerCache {  // [num_blocks, num_kv_heads, 2, block_size, head_dim]; strides in bytes, last dim contiguous
@@ -37,6 +39,17 @@ struct AttentionArgs {
 };
 
 void store_kv(const StoreArgs& args, const LayerCache& cache, const TileOps& ops);
-void paged_attention(const AttentionArgs& args, const LayerCache& cache, const TileOps& ops, int num_threads);
+// A piece of attention: some rows of one seq and one KV head.
+struct AttentionItem {
+  int64_t seq, kv_head, first_row, num_rows, first_position;
+};
+
+// Checks the tables against the pool and cuts the step into items; the same for all layers.
+// Throws std::out_of_range.
+std::vector<AttentionItem> plan_attention(const AttentionArgs& args, const LayerCache& cache);
+void run_attention(const AttentionArgs& args, const LayerCache& cache, const TileOps& ops,
+                   const std::vector<AttentionItem>& items, int num_threads);
+
+void check_slots(const int32_t* slot_mapping, int64_t num_tokens, const LayerCache& cache);  // throws the same
 
 }  // namespace baton

@@ -1,10 +1,8 @@
 // The Python side. Tensors come as addresses with strides: kernels/ops.py has checked them, and no tensor
 // library's headers are needed. The GIL is released while a kernel runs.
 #include "cache.h"
+#include "module.h"
 
-#include <nanobind/nanobind.h>
-
-namespace nb = nanobind;
 using namespace baton;
 
 namespace {
@@ -25,6 +23,7 @@ LayerCache make_cache(uintptr_t base, int dtype, int64_t num_blocks, int64_t num
 
 void py_store_kv(const LayerCache& cache, uintptr_t k, uintptr_t v, int64_t k_stride, int64_t v_stride,
                  uintptr_t slot_mapping, int64_t num_tokens, bool simd) {
+  check_slots(pointer<int32_t>(slot_mapping), num_tokens, cache);
   store_kv({pointer<float>(k), pointer<float>(v), k_stride, v_stride, pointer<int32_t>(slot_mapping), num_tokens},
            cache, tile_ops(simd, cache.head_dim));
 }
@@ -38,7 +37,7 @@ void py_paged_attention(const LayerCache& cache, uintptr_t out, uintptr_t q, int
   args.num_heads = num_heads, args.num_seqs = num_seqs, args.max_blocks = max_blocks;
   args.block_tables = pointer<int32_t>(block_tables), args.query_start = pointer<int32_t>(query_start);
   args.context_lens = pointer<int32_t>(context_lens), args.scale = scale;
-  paged_attention(args, cache, tile_ops(simd, cache.head_dim), num_threads);
+  run_attention(args, cache, tile_ops(simd, cache.head_dim), plan_attention(args, cache), num_threads);
 }
 
 const char* simd_name() { return &tile_ops(true, 8) == &scalar_ops ? "scalar" : "avx2"; }
@@ -58,4 +57,7 @@ NB_MODULE(_kernels, m) {
       });
   m.def("store_kv", &py_store_kv, release());
   m.def("paged_attention", &py_paged_attention, release());
+  bind_linear(m);
+  bind_decoder(m);
+  bind_peak(m);
 }

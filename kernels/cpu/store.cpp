@@ -5,12 +5,15 @@
 
 namespace baton {
 
-void store_kv(const StoreArgs& args, const LayerCache& cache, const TileOps& ops) {
-  for (int64_t t = 0; t < args.num_tokens; ++t) {
-    const int64_t slot = args.slot_mapping[t];
+void check_slots(const int32_t* slot_mapping, int64_t num_tokens, const LayerCache& cache) {
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    const int64_t slot = slot_mapping[t];
     if (slot >= cache.num_slots())
       throw std::out_of_range("store_kv: slot " + std::to_string(slot) + " is outside the pool");
   }
+}
+
+void store_kv(const StoreArgs& args, const LayerCache& cache, const TileOps& ops) {
   for (int64_t t = 0; t < args.num_tokens; ++t) {
     const int64_t slot = args.slot_mapping[t];
     if (slot < 0) continue;

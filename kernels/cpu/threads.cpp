@@ -8,66 +8,90 @@
 namespace baton {
 namespace {
 
-class Helpers {
+constexpr int SPINS = 2000;  // some 50 us: longer than the gap between two ops of a step, shorter than a time slice
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+class Team {
  public:
-  void run(int64_t num_items, int num_helpers, const std::function<void(int64_t)>& body) {
+  void run(int64_t num_items, int num_helpers, Piece piece, void* context) {
     std::lock_guard<std::mutex> one_call(call_);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      for (; started_ < num_helpers; ++started_) std::thread([this] { serve(); }).detach();
-      next_ = 0;
-      num_items_ = num_items;
-      body_ = &body;
-      wanted_ = num_helpers;
-      busy_ = 0;
+    for (; started_ < num_helpers; ++started_) std::thread([this, id = started_] { serve(id); }).detach();
+    piece_ = piece;
+    context_ = context;
+    num_items_ = num_items;
+    wanted_ = num_helpers;
+    next_.store(0);
+    open_.store(++generation_);  // pairs with the check in `join`: sequentially consistent, both
+    if (parked_.load() > 0) {
+      { std::lock_guard<std::mutex> lock(mutex_); }
+      wake_.notify_all();
     }
-    wake_.notify_all();
-    take(body, num_items);
-    std::unique_lock<std::mutex> lock(mutex_);
-    wanted_ = 0;  // a helper that wakes too late finds nothing to do
-    done_.wait(lock, [this] { return busy_ == 0; });
-    body_ = nullptr;
+    take();
+    open_.store(0);
+    for (int spins = 0; inside_.load() > 0; ++spins) spins < SPINS ? pause() : std::this_thread::yield();
   }
 
  private:
-  void take(const std::function<void(int64_t)>& body, int64_t num_items) {
-    for (int64_t i; (i = next_.fetch_add(1)) < num_items;) body(i);
+  void take() {
+    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < num_items_;) piece_(context_, i);
   }
 
-  [[noreturn]] void serve() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (true) {
-      wake_.wait(lock, [this] { return wanted_ > 0; });
-      --wanted_;
-      ++busy_;
-      const auto* body = body_;
-      const int64_t num_items = num_items_;
-      lock.unlock();
-      take(*body, num_items);
-      lock.lock();
-      if (--busy_ == 0) done_.notify_one();
+  [[noreturn]] void serve(int id) {
+    for (uint64_t seen = 0;;) {
+      seen = wait_open(seen);
+      join(id, seen);
     }
   }
 
+  // Once inside, the caller waits for us, so the call's fields stay as they are. Whoever comes after the caller
+  // closed the door sees it and leaves without a look at them.
+  void join(int id, uint64_t generation) {
+    inside_.fetch_add(1);
+    if (open_.load() == generation && id < wanted_) take();
+    inside_.fetch_sub(1);
+  }
+
+  uint64_t wait_open(uint64_t seen) {
+    for (int spins = 0; spins < SPINS; ++spins) {
+      const uint64_t now = open_.load(std::memory_order_acquire);
+      if (now != 0 && now != seen) return now;
+      pause();
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    parked_.fetch_add(1);
+    uint64_t now = 0;
+    wake_.wait(lock, [&] { return (now = open_.load()) != 0 && now != seen; });
+    parked_.fetch_sub(1);
+    return now;
+  }
+
   std::mutex call_, mutex_;
-  std::condition_variable wake_, done_;
-  std::atomic<int64_t> next_{0};
-  const std::function<void(int64_t)>* body_ = nullptr;
+  std::condition_variable wake_;
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<uint64_t> open_{0};  // number of the call that takes helpers, 0 = none
+  alignas(64) std::atomic<int> inside_{0};
+  std::atomic<int> parked_{0};
+  Piece piece_ = nullptr;
+  void* context_ = nullptr;
   int64_t num_items_ = 0;
-  int started_ = 0, wanted_ = 0, busy_ = 0;
+  uint64_t generation_ = 0;
+  int wanted_ = 0, started_ = 0;
 };
 
 }  // namespace
 
-void parallel_for(int64_t num_items, int num_threads, const std::function<void(int64_t)>& body) {
-  if (num_threads <= 1 || num_items <= 1) {
-    for (int64_t i = 0; i < num_items; ++i) body(i);
-    return;
-  }
-  // Never destroyed: a helper may still sleep in it when the process ends.
-  static Helpers* helpers = new Helpers;
+void run_pieces(int64_t num_items, int num_threads, Piece piece, void* context) {
+  // Never destroyed: a helper may still wait in it when the process ends.
+  static Team* team = new Team;
   const int64_t most = num_items - 1;
-  helpers->run(num_items, static_cast<int>(num_threads - 1 < most ? num_threads - 1 : most), body);
+  team->run(num_items, static_cast<int>(num_threads - 1 < most ? num_threads - 1 : most), piece, context);
 }
 
 }  // namespace baton

@@ -26,11 +26,11 @@ struct Queries {
 struct TileOps {
   // Writes n floats as `dtype`, rounding to nearest even.
   void (*store_row)(const float* src, void* dst, int64_t n, Dtype dtype);
-  // Packs keys to [head_dim, TILE]; rows[t] is null behind the last token, and packs as zeros.
+  // Packs TILE keys to [head_dim, TILE]. Rows behind the last token are zeros somewhere.
   void (*pack_keys)(const void* const* rows, int64_t head_dim, Dtype dtype, float* packed);
-  // Widens values to float32 rows [TILE, head_dim]; null rows are left alone (no query sees them).
+  // Widens TILE values to float32 rows [TILE, head_dim].
   void (*pack_values)(const void* const* rows, int64_t head_dim, Dtype dtype, float* packed);
-  // Adds the tile to every query's running softmax. `values[t]` is a float32 row.
+  // Adds the tile to every query's running softmax. `values[t]` is a float32 row, finite where a query sees it.
   void (*attend)(const Queries& queries, const float* keys, const float* const* values, int64_t head_dim);
 };
 

@@ -1,9 +1,9 @@
 // The tile's arithmetic with AVX2, FMA and F16C. head_dim is a multiple of 8. Every output element is a fixed
 // chain of operations, whatever the number of queries: a row alone gets the same bits as in a batch.
 #include "half.h"
+#include "simd_avx2.h"
 #include "tile.h"
 
-#include <immintrin.h>
 #include <math.h>
 
 namespace baton {
@@ -11,11 +11,19 @@ namespace {
 
 constexpr int LANES = 8, TILE_VECS = TILE / LANES;
 
-inline __m256 load8(const void* row, int64_t i, Dtype dtype) {
-  if (dtype == Dtype::f32) return _mm256_loadu_ps(static_cast<const float*>(row) + i);
-  const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(row) + i));
-  if (dtype == Dtype::f16) return _mm256_cvtph_ps(raw);
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16));
+template <Dtype D>
+inline __m256 widen(__m128i halves) {
+  if (D == Dtype::f16) return _mm256_cvtph_ps(halves);
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+
+inline __m128i load_halves(const void* row, int64_t i) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(row) + i));
+}
+
+template <Dtype D>
+inline __m256 load8(const void* row, int64_t i) {
+  return D == Dtype::f32 ? _mm256_loadu_ps(static_cast<const float*>(row) + i) : widen<D>(load_halves(row, i));
 }
 
 void store_row(const float* src, void* dst, int64_t n, Dtype dtype) {
@@ -29,80 +37,110 @@ void store_row(const float* src, void* dst, int64_t n, Dtype dtype) {
   scalar_ops.store_row(src, dst, n, dtype);
 }
 
-// Transposes 8 tokens x 8 dims from rows to packed[dim * TILE + token].
-void transpose8(const void* const* rows, int64_t i, Dtype dtype, float* packed) {
+// Transposes 8 tokens x 8 dims of float32 rows to packed[dim * TILE + token].
+inline void transpose32(const void* const* rows, int64_t i, float* packed) {
   __m256 r[8], s[8];
-  for (int t = 0; t < 8; ++t) r[t] = rows[t] ? load8(rows[t], i, dtype) : _mm256_setzero_ps();
+#pragma GCC unroll 8
+  for (int t = 0; t < 8; ++t) r[t] = load8<Dtype::f32>(rows[t], i);
+#pragma GCC unroll 8
   for (int t = 0; t < 8; t += 2) {
     s[t] = _mm256_unpacklo_ps(r[t], r[t + 1]);
     s[t + 1] = _mm256_unpackhi_ps(r[t], r[t + 1]);
   }
+#pragma GCC unroll 8
   for (int t = 0; t < 8; t += 4) {
     r[t] = _mm256_shuffle_ps(s[t], s[t + 2], 0x44);
     r[t + 1] = _mm256_shuffle_ps(s[t], s[t + 2], 0xee);
     r[t + 2] = _mm256_shuffle_ps(s[t + 1], s[t + 3], 0x44);
     r[t + 3] = _mm256_shuffle_ps(s[t + 1], s[t + 3], 0xee);
   }
+#pragma GCC unroll 8
   for (int d = 0; d < 4; ++d) {
     _mm256_storeu_ps(packed + d * TILE, _mm256_permute2f128_ps(r[d], r[d + 4], 0x20));
     _mm256_storeu_ps(packed + (d + 4) * TILE, _mm256_permute2f128_ps(r[d], r[d + 4], 0x31));
   }
 }
 
+// Transposes 16 tokens x 8 dims of 16-bit rows, and widens them. Tokens 0-7 travel in the lower lanes, 8-15 in
+// the upper ones.
+template <Dtype D>
+inline void transpose16(const void* const* rows, int64_t i, float* packed) {
+  __m256i r[8], s[8];
+#pragma GCC unroll 8
+  for (int t = 0; t < 8; ++t)
+    r[t] = _mm256_inserti128_si256(_mm256_castsi128_si256(load_halves(rows[t], i)), load_halves(rows[t + 8], i), 1);
+#pragma GCC unroll 8
+  for (int t = 0; t < 8; t += 2) {  // s[t]: dims 0-3 of tokens t and t + 1 in turns, s[t + 1]: dims 4-7
+    s[t] = _mm256_unpacklo_epi16(r[t], r[t + 1]);
+    s[t + 1] = _mm256_unpackhi_epi16(r[t], r[t + 1]);
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < 8; t += 4)
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {  // r[t + 2 h]: dims 4 h and 4 h + 1 of four tokens, r[t + 2 h + 1]: the next two dims
+      r[t + 2 * h] = _mm256_unpacklo_epi32(s[t + h], s[t + 2 + h]);
+      r[t + 2 * h + 1] = _mm256_unpackhi_epi32(s[t + h], s[t + 2 + h]);
+    }
+#pragma GCC unroll 8
+  for (int d = 0; d < 8; ++d) {
+    const __m256i dim = d % 2 ? _mm256_unpackhi_epi64(r[d / 2], r[d / 2 + 4]) : _mm256_unpacklo_epi64(r[d / 2], r[d / 2 + 4]);
+    _mm256_storeu_ps(packed + d * TILE, widen<D>(_mm256_castsi256_si128(dim)));
+    _mm256_storeu_ps(packed + d * TILE + 8, widen<D>(_mm256_extracti128_si256(dim, 1)));
+  }
+}
+
+template <Dtype D>
+void pack_keys_of(const void* const* rows, int64_t head_dim, float* packed) {
+  for (int t = 0; t < TILE; t += D == Dtype::f32 ? 8 : 16)
+    for (int64_t i = 0; i < head_dim; i += 8)
+      D == Dtype::f32 ? transpose32(rows + t, i, packed + i * TILE + t)
+                      : transpose16<D == Dtype::f32 ? Dtype::f16 : D>(rows + t, i, packed + i * TILE + t);
+}
+
 void pack_keys(const void* const* rows, int64_t head_dim, Dtype dtype, float* packed) {
-  for (int t = 0; t < TILE; t += 8)
-    for (int64_t i = 0; i < head_dim; i += 8) transpose8(rows + t, i, dtype, packed + i * TILE + t);
+  switch (dtype) {
+    case Dtype::f32: return pack_keys_of<Dtype::f32>(rows, head_dim, packed);
+    case Dtype::f16: return pack_keys_of<Dtype::f16>(rows, head_dim, packed);
+    case Dtype::bf16: return pack_keys_of<Dtype::bf16>(rows, head_dim, packed);
+  }
+}
+
+template <Dtype D>
+void pack_values_of(const void* const* rows, int64_t head_dim, float* packed) {
+  for (int t = 0; t < TILE; ++t)
+    for (int64_t i = 0; i < head_dim; i += 8) _mm256_storeu_ps(packed + t * head_dim + i, load8<D>(rows[t], i));
 }
 
 void pack_values(const void* const* rows, int64_t head_dim, Dtype dtype, float* packed) {
-  for (int t = 0; t < TILE; ++t)
-    if (rows[t])
-      for (int64_t i = 0; i < head_dim; i += 8)
-        _mm256_storeu_ps(packed + t * head_dim + i, load8(rows[t], i, dtype));
-}
-
-// e^x for x <= 0: 2^n * e^r with |r| <= ln(2)/2, e^r by its Taylor series to the 7th power (error < 2^-26).
-// Below -87 the result is the smallest normal power, not 0.
-inline __m256 exp8(__m256 x) {
-  x = _mm256_max_ps(x, _mm256_set1_ps(-87.0f));
-  const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)),
-                                   _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);  // ln 2 in two parts, the first exact
-  r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
-  const float inverse_factorial[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
-  __m256 p = _mm256_set1_ps(1.0f / 5040);
-  for (float c : inverse_factorial) p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(c));
-  const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  return _mm256_mul_ps(p, _mm256_castsi256_ps(power));
-}
-
-inline float reduce_max(__m256 v) {
-  __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
-  return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
-}
-
-inline float reduce_sum(__m256 v) {
-  __m128 m = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-  m = _mm_add_ps(m, _mm_movehl_ps(m, m));
-  return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
+  switch (dtype) {
+    case Dtype::f32: return pack_values_of<Dtype::f32>(rows, head_dim, packed);
+    case Dtype::f16: return pack_values_of<Dtype::f16>(rows, head_dim, packed);
+    case Dtype::bf16: return pack_values_of<Dtype::bf16>(rows, head_dim, packed);
+  }
 }
 
 // Scores of N queries against the tile: score[n * TILE + t] = q[n] . key[t], summed in order of dims.
 template <int N>
 void tile_scores(const float* q, const float* keys, int64_t head_dim, float* score) {
   __m256 acc[N][TILE_VECS];
+#pragma GCC unroll 8
   for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
     for (int v = 0; v < TILE_VECS; ++v) acc[n][v] = _mm256_setzero_ps();
   for (int64_t i = 0; i < head_dim; ++i) {
-    __m256 k[TILE_VECS];
-    for (int v = 0; v < TILE_VECS; ++v) k[v] = _mm256_loadu_ps(keys + i * TILE + v * LANES);
-    for (int n = 0; n < N; ++n) {
-      const __m256 b = _mm256_broadcast_ss(q + n * head_dim + i);
-      for (int v = 0; v < TILE_VECS; ++v) acc[n][v] = _mm256_fmadd_ps(b, k[v], acc[n][v]);
+    __m256 b[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) b[n] = _mm256_broadcast_ss(q + n * head_dim + i);
+#pragma GCC unroll 8
+    for (int v = 0; v < TILE_VECS; ++v) {
+      const __m256 k = _mm256_loadu_ps(keys + i * TILE + v * LANES);
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) acc[n][v] = _mm256_fmadd_ps(b[n], k, acc[n][v]);
     }
   }
+#pragma GCC unroll 8
   for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
     for (int v = 0; v < TILE_VECS; ++v) _mm256_storeu_ps(score + n * TILE + v * LANES, acc[n][v]);
 }
 
@@ -129,36 +167,56 @@ float softmax_step(float* score, int visible, float* max, float* sum) {
   return keep;
 }
 
-// acc[i..i+8*V] = acc * keep + sum over visible tokens of weight * value, in order of tokens.
-template <int V>
-inline void add_values(float* acc, float keep, const float* weight, const float* const* values, int visible,
-                       int64_t i) {
-  __m256 a[V];
-  for (int v = 0; v < V; ++v)
-    a[v] = _mm256_mul_ps(_mm256_loadu_ps(acc + i + v * LANES), _mm256_set1_ps(keep));
-  for (int t = 0; t < visible; ++t) {
-    const __m256 w = _mm256_broadcast_ss(weight + t);
-    for (int v = 0; v < V; ++v) a[v] = _mm256_fmadd_ps(w, _mm256_loadu_ps(values[t] + i + v * LANES), a[v]);
+// acc[n][i..i+8*V] = acc * keep[n] + sum over tokens of weight * value, in order of tokens. Tokens that a query may
+// not see have weight 0.
+template <int N, int V>
+inline void add_values(float* acc, int64_t head_dim, const float* keep, const float* weight, const float* const* values,
+                       int num_tokens, int64_t i) {
+  __m256 a[N][V];
+#pragma GCC unroll 8
+  for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v)
+      a[n][v] = _mm256_mul_ps(_mm256_loadu_ps(acc + n * head_dim + i + v * LANES), _mm256_set1_ps(keep[n]));
+  for (int t = 0; t < num_tokens; ++t) {
+    __m256 w[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) w[n] = _mm256_broadcast_ss(weight + n * TILE + t);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      const __m256 value = _mm256_loadu_ps(values[t] + i + v * LANES);
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) a[n][v] = _mm256_fmadd_ps(w[n], value, a[n][v]);
+    }
   }
-  for (int v = 0; v < V; ++v) _mm256_storeu_ps(acc + i + v * LANES, a[v]);
+#pragma GCC unroll 8
+  for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) _mm256_storeu_ps(acc + n * head_dim + i + v * LANES, a[n][v]);
+}
+
+template <int N>
+void attend_some(const Queries& qs, int64_t first, const float* keys, const float* const* values, int64_t head_dim) {
+  float score[N * TILE], keep[N];
+  int num_tokens = 0;
+  tile_scores<N>(qs.q + first * head_dim, keys, head_dim, score);
+  for (int n = 0; n < N; ++n) {
+    const int visible = qs.visible[first + n];
+    keep[n] = softmax_step(score + n * TILE, visible, qs.max + first + n, qs.sum + first + n);
+    num_tokens = visible > num_tokens ? visible : num_tokens;
+  }
+  float* acc = qs.acc + first * head_dim;
+  int64_t i = 0;
+  for (; i + 4 * LANES <= head_dim; i += 4 * LANES)
+    add_values<N, 4>(acc, head_dim, keep, score, values, num_tokens, i);
+  for (; i < head_dim; i += LANES) add_values<N, 1>(acc, head_dim, keep, score, values, num_tokens, i);
 }
 
 void attend(const Queries& qs, const float* keys, const float* const* values, int64_t head_dim) {
-  float score[2 * TILE];
-  for (int64_t n = 0; n < qs.num; n += 2) {
-    const int64_t pair = qs.num - n > 1 ? 2 : 1;
-    const float* q = qs.q + n * head_dim;
-    pair == 2 ? tile_scores<2>(q, keys, head_dim, score) : tile_scores<1>(q, keys, head_dim, score);
-    for (int64_t j = 0; j < pair; ++j) {
-      const int visible = qs.visible[n + j];
-      float* weight = score + j * TILE;
-      float* acc = qs.acc + (n + j) * head_dim;
-      const float keep = softmax_step(weight, visible, qs.max + n + j, qs.sum + n + j);
-      int64_t i = 0;
-      for (; i + 64 <= head_dim; i += 64) add_values<8>(acc, keep, weight, values, visible, i);
-      for (; i < head_dim; i += 8) add_values<1>(acc, keep, weight, values, visible, i);
-    }
-  }
+  int64_t n = 0;
+  for (; n + 3 <= qs.num; n += 3) attend_some<3>(qs, n, keys, values, head_dim);
+  if (qs.num - n == 2) attend_some<2>(qs, n, keys, values, head_dim);
+  if (qs.num - n == 1) attend_some<1>(qs, n, keys, values, head_dim);
 }
 
 }  // namespace

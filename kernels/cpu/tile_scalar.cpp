@@ -36,12 +36,11 @@ float at(const void* row, int64_t i, Dtype dtype) {
 
 void pack_keys(const void* const* rows, int64_t head_dim, Dtype dtype, float* packed) {
   for (int t = 0; t < TILE; ++t)
-    for (int64_t i = 0; i < head_dim; ++i) packed[i * TILE + t] = rows[t] ? at(rows[t], i, dtype) : 0.0f;
+    for (int64_t i = 0; i < head_dim; ++i) packed[i * TILE + t] = at(rows[t], i, dtype);
 }
 
 void pack_values(const void* const* rows, int64_t head_dim, Dtype dtype, float* packed) {
-  for (int t = 0; t < TILE; ++t)
-    if (rows[t]) widen(rows[t], head_dim, dtype, packed + t * head_dim);
+  for (int t = 0; t < TILE; ++t) widen(rows[t], head_dim, dtype, packed + t * head_dim);
 }
 
 void attend(const Queries& qs, const float* keys, const float* const* values, int64_t head_dim) {

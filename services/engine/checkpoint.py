@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from services.engine.gguf_quants import Groups
 from services.engine.model_spec import ModelSpec
 
 SAMPLE_BYTES = 4096
@@ -26,6 +27,14 @@ class Checkpoint(Protocol):
 
     def read(self, name: str) -> torch.Tensor:
         """float32, in Hugging Face's shape and row order. :raises ModelError: missing, or an unknown type."""
+        ...
+
+    def bits(self, name: str) -> int:
+        """4 or 8 where `read_groups` can give the stored weights, 0 otherwise."""
+        ...
+
+    def read_groups(self, name: str) -> Groups:
+        """The stored weights, in the same row order. Only where `bits` is not 0."""
         ...
 
 

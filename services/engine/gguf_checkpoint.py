@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from services.engine.checkpoint import ModelDigest, expected_names
 from services.engine.gguf_file import GgufFile
-from services.engine.gguf_quants import dequantise
+from services.engine.gguf_quants import Groups, bits_of, dequantise, split
 from services.engine.model_spec import ModelSpec
 from shared.errors import ModelError
 from shared.model_path import model_name
@@ -45,18 +47,26 @@ class GgufCheckpoint:
 
     def read(self, name: str) -> torch.Tensor:
         tensor = self._file.tensors[_gguf_name(name)]
-        weights = torch.from_numpy(dequantise(self._file.read(tensor), tensor.type_id, tensor.shape))
-        if name.endswith("q_proj.weight"):
-            return _split_halves(weights, self.spec.num_heads)
-        if name.endswith("k_proj.weight"):
-            return _split_halves(weights, self.spec.num_kv_heads)
-        return weights
+        weights = dequantise(self._file.read(tensor), tensor.type_id, tensor.shape)
+        order = self._row_order(name, len(weights))
+        return torch.from_numpy(weights if order is None else weights[order])
 
+    def bits(self, name: str) -> int:
+        return bits_of(self._file.tensors[_gguf_name(name)].type_id)
 
-def _split_halves(weights: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """GGUF's Llama keeps the two rows that RoPE rotates together side by side; we keep them half a head apart."""
-    rows, columns = weights.shape
-    return weights.view(num_heads, rows // num_heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
+    def read_groups(self, name: str) -> Groups:
+        tensor = self._file.tensors[_gguf_name(name)]
+        groups = split(self._file.read(tensor), tensor.type_id, tensor.shape)
+        order = self._row_order(name, len(groups.q))
+        return groups if order is None else groups.reorder(order)
+
+    def _row_order(self, name: str, num_rows: int) -> npt.NDArray[np.int64] | None:
+        """GGUF's Llama keeps the two rows that RoPE rotates together side by side; we keep them half a head apart."""
+        heads = {"q_proj.weight": self.spec.num_heads, "k_proj.weight": self.spec.num_kv_heads}
+        num_heads = next((count for end, count in heads.items() if name.endswith(end)), 0)
+        if not num_heads:
+            return None
+        return np.arange(num_rows).reshape(num_heads, -1, 2).transpose(0, 2, 1).reshape(-1)
 
 
 def _gguf_name(name: str) -> str:

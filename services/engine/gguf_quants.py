@@ -29,6 +29,39 @@ def dequantise(data: memoryview | bytes, type_id: int, shape: tuple[int, ...]) -
     return kind.widen(groups).reshape(shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """A quantised matrix as stored: w = scale * q (+ minimum), per row and group of 32."""
+
+    q: npt.NDArray[np.uint8] | npt.NDArray[np.int8]  # [rows, columns]; unsigned exactly if there are minima
+    scale: npt.NDArray[np.float16]  # [rows, groups]
+    minimum: npt.NDArray[np.float16] | None
+
+    def reorder(self, rows: npt.NDArray[np.int64]) -> "Groups":
+        """The same matrix with its rows in another order."""
+        return Groups(self.q[rows], self.scale[rows], None if self.minimum is None else self.minimum[rows])
+
+
+def bits_of(type_id: int) -> int:
+    """Bits per weight of a type that `split` can take apart; 0 for the others."""
+    return {2: 4, 3: 4, 8: 8}.get(type_id, 0)
+
+
+def split(data: memoryview | bytes, type_id: int, shape: tuple[int, ...]) -> Groups:
+    """A Q4_0, Q4_1 or Q8_0 matrix without a loss: Q4_0's -8 becomes a minimum of -8 scales, which is exact unless it
+    is too large for float16."""
+    rows = shape[0]
+    groups = np.frombuffer(data, dtype=np.uint8).reshape(-1, TYPES[type_id].group_bytes)
+    scale = np.ascontiguousarray(groups[:, :2]).view(np.float16).reshape(rows, -1)
+    if type_id == 8:
+        return Groups(groups[:, 2:].view(np.int8).reshape(shape), scale, None)
+    first = 4 if type_id == 3 else 2
+    q = np.concatenate([groups[:, first:] & 15, groups[:, first:] >> 4], axis=1).reshape(shape)
+    if type_id == 3:
+        return Groups(q, scale, np.ascontiguousarray(groups[:, 2:4]).view(np.float16).reshape(rows, -1))
+    return Groups(q, scale, scale * np.float16(-8))
+
+
 def type_name(type_id: int) -> str:
     """ggml's name of a type, for messages; also of types that this build cannot read."""
     if type_id in TYPES:

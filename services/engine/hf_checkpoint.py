@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from services.engine.checkpoint import ModelDigest, expected_names
+from services.engine.gguf_quants import Groups
 from services.engine.model_spec import ModelSpec
 from shared.errors import ModelError
 from shared.model_path import model_name
@@ -38,6 +39,12 @@ class HFCheckpoint:
         if tensor.dtype not in _DTYPES:
             raise ModelError(f"model {self._folder}: tensor {name} has type {tensor.dtype}, which is not known")
         return tensor.float()
+
+    def bits(self, name: str) -> int:
+        return 0
+
+    def read_groups(self, name: str) -> Groups:
+        raise AssertionError(f"{name} is not stored in groups")
 
     def _check_names(self) -> None:
         expected = set(expected_names(self.spec.num_layers, self.spec.tied_embeddings))

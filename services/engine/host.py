@@ -104,7 +104,9 @@ class EngineHost:
         log.info(
             "engine.ready",
             model=self.model.spec.name,
-            weights_mib=self.model.spec.weight_bytes >> 20,
+            dtype=self.model.dtype,
+            kv_dtype=self.model.kv_dtype,
+            weights_mib=self.model.weight_bytes >> 20,
             blocks=self.num_blocks,
             kv_mib=self.num_blocks * self.block_bytes >> 20,
             context_tokens=self.num_blocks * cfg.block_size,
@@ -129,7 +131,7 @@ class EngineHost:
             buffer,
             self.num_blocks,
             block_size=cfg.engine.block_size,
-            kv_dtype=cfg.model.kv_dtype,
+            kv_dtype=self.model.kv_dtype,
             num_threads=cfg.worker.num_threads,
         )
         runner.warm_up(min(WARM_UP_TOKENS, cfg.engine.max_num_batched_tokens, self.max_model_len - 1))

@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 
+from kernels.decoder import is_available
 from services.engine.checkpoint import Checkpoint, open_checkpoint
 from services.engine.memory import plan_num_blocks
-from services.engine.model import LlamaModel
-from services.engine.model_spec import KVSpec, ModelSpec, kv_spec, pool_fingerprint
+from services.engine.model import LlamaModel, Model
+from services.engine.packed_model import load_packed_model
+from services.engine.packing_plan import plan_pack
+from services.engine.model_spec import KVDtype, KVSpec, ModelSpec, WeightDtype, kv_spec, pool_fingerprint
 from services.engine.weights import load_weights
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError
@@ -20,11 +23,19 @@ class ModelPlan:
     spec: ModelSpec
     kv: KVSpec
     max_model_len: int  # tokens of a seq, at most
+    dtype: WeightDtype
+    kv_dtype: KVDtype
+    cache_dir: str
 
     @property
     def fingerprint(self) -> str:
         """Workers may exchange blocks exactly if this is equal."""
-        return pool_fingerprint(self.spec, self.kv)
+        return pool_fingerprint(self.spec, self.kv, self.dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weights in memory. Workers of one host may share them, which is not counted on."""
+        return plan_pack(self.checkpoint, self.dtype).num_bytes if is_available() else self.spec.weight_bytes
 
     def num_blocks(self, engine: EngineConfig, free_bytes: int) -> int:
         """Blocks of this worker's pool: as configured, or what its part of the memory holds.
@@ -37,15 +48,20 @@ class ModelPlan:
             free_bytes=free_bytes,
             fraction=engine.memory_fraction,
             share=engine.memory_share,
-            weight_bytes=self.spec.weight_bytes,
+            weight_bytes=self.weight_bytes,
             workspace_bytes=self.spec.workspace_bytes(engine.max_num_batched_tokens, engine.max_num_seqs),
             block_bytes=self.kv.block_bytes,
             block_size=engine.block_size,
             max_model_len=self.max_model_len,
         )
 
-    def load(self) -> LlamaModel:
-        """Read the weights; seconds. :raises ModelError: damaged, or of unknown types."""
+    def load(self) -> Model:
+        """Read the weights: packed ones where the C++ kernels were built, else float32 for torch.
+
+        :raises ModelError: damaged, or of unknown types.
+        """
+        if is_available():
+            return load_packed_model(self.checkpoint, self.dtype, self.cache_dir)
         return LlamaModel(self.spec, load_weights(self.checkpoint))
 
 
@@ -61,5 +77,16 @@ def open_model(config: ModelConfig, engine: EngineConfig) -> ModelPlan:
         raise ConfigError(
             f"configuration: model.max_model_len {config.max_model_len} is beyond the model's {spec.max_context}"
         )
-    max_model_len = config.max_model_len or spec.max_context
-    return ModelPlan(checkpoint, spec, kv_spec(spec, engine.block_size, config.kv_dtype), max_model_len)
+    dtype = config.dtype if is_available() else "float32"
+    kv_dtype = config.kv_dtype
+    if kv_dtype == "auto":
+        kv_dtype = "float32" if dtype == "float32" else "float16"
+    return ModelPlan(
+        checkpoint=checkpoint,
+        spec=spec,
+        kv=kv_spec(spec, engine.block_size, kv_dtype),
+        max_model_len=config.max_model_len or spec.max_context,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        cache_dir=config.cache_dir,
+    )

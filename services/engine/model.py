@@ -1,8 +1,11 @@
-"""The decoder: one forward pass over the rows of a step, KV in a paged pool. float32.
+"""What a model is to the runner, and the plain one: torch, op by op, float32.
 
-Attention gives a row the same bits in any company (see `kernels.ops`). The linear layers are torch's: a row's
-last bits depend on how many rows share the step, so two schedules may differ by rounding, never more.
+The plain one runs where the C++ kernels were not built, and is what the packed one is compared with. Its linear layers
+are torch's: a row's last bits depend on how many rows share the step, so two schedules may differ by rounding,
+never more. The packed model (`services.engine.packed_model`) gives a row the same bits in any company.
 """
+
+from typing import Protocol
 
 import torch
 from torch.nn.functional import embedding, linear
@@ -13,8 +16,23 @@ from services.engine.step_batch import StepBatch
 from services.engine.weights import LayerWeights, ModelWeights
 
 
+class Model(Protocol):
+    """Weights and arithmetic of a decoder."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def forward(self, batch: StepBatch, pool: torch.Tensor, num_threads: int = 1) -> torch.Tensor:
+        """Compute the batch's rows. Mutates `pool` at the batch's slots.
+
+        :param pool: `[num_blocks, kv_heads, layers, 2, block_size, head_dim]`.
+        :returns: logits of `batch.logit_rows`, float32 `[num_samples, vocab]`, valid until the next call.
+        """
+        ...
+
+
 class LlamaModel:
-    """Weights and arithmetic. Has no state that a step changes."""
+    """Implements `Model`. Has no state that a step changes."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
         self.spec, self._weights = spec, weights
@@ -23,22 +41,18 @@ class LlamaModel:
         self._inverse_frequencies = 1.0 / spec.rope_theta**exponents  # [head_dim / 2]
 
     def forward(self, batch: StepBatch, pool: torch.Tensor, num_threads: int = 1) -> torch.Tensor:
-        """Compute the batch's rows. Mutates `pool` at the batch's slots.
-
-        :param pool: `[num_blocks, kv_heads, layers, 2, block_size, head_dim]`.
-        :returns: logits of `batch.logit_rows`, float32 `[num_samples, vocab]`.
-        """
+        """See `Model.forward`."""
         spec, weights = self.spec, self._weights
-        angles = batch.positions[:, None].float() * self._inverse_frequencies
+        angles = torch.from_numpy(batch.positions)[:, None].float() * self._inverse_frequencies
         cos, sin = angles.cos(), angles.sin()
-        x = embedding(batch.token_ids, weights.embed)
+        x = embedding(torch.from_numpy(batch.token_ids), weights.embed)
         for i, layer in enumerate(weights.layers):
             attended = self._attend(layer, x, cos, sin, batch, pool[:, :, i], num_threads)
             x += linear(attended, layer.o)
             x += self._mlp(layer, x)
         if not len(batch.logit_rows):  # chunks that are not the last sample nothing
             return torch.empty(0, self.spec.vocab_size)
-        last = x[batch.logit_rows]
+        last = x[torch.from_numpy(batch.logit_rows)]
         normed = torch.empty_like(last)
         ops.rms_norm(normed, last, weights.norm, spec.rms_eps)
         return linear(normed, weights.lm_head)
@@ -61,15 +75,15 @@ class LlamaModel:
         keys_end = spec.num_heads + spec.num_kv_heads
         ops.rope(qkv[:, :keys_end], cos, sin)
         q = qkv[:, : spec.num_heads]
-        ops.store_kv(qkv[:, spec.num_heads : keys_end], qkv[:, keys_end:], cache, batch.slot_mapping)
+        ops.store_kv(qkv[:, spec.num_heads : keys_end], qkv[:, keys_end:], cache, torch.from_numpy(batch.slot_mapping))
         out = torch.empty(q.shape)
         ops.paged_attention(
             out,
             q,
             cache,
-            batch.block_tables,
-            batch.query_start,
-            batch.context_lens,
+            torch.from_numpy(batch.block_tables),
+            torch.from_numpy(batch.query_start),
+            torch.from_numpy(batch.context_lens),
             spec.head_dim**-0.5,
             num_threads,
         )

@@ -5,12 +5,15 @@ from typing import Literal
 
 KVDtype = Literal["float32", "float16", "bfloat16"]
 
+WeightDtype = Literal["auto", "float32"]
+"""`auto`: 4- and 8-bit weights as stored and all others in 8 bits, activations in 8 bits; `float32`: exact."""
+
 DTYPE_BYTES: dict[KVDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 LAYOUT = "block-major-1"
 """`[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`: one block is one contiguous run."""
 
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 """Raised when this build computes other KV values than the one before from the same weights and tokens."""
 
 
@@ -78,8 +81,11 @@ def kv_spec(model: ModelSpec, block_size: int, dtype: KVDtype) -> KVSpec:
     return KVSpec((LayerKV(model.num_kv_heads, model.head_dim, dtype),) * model.num_layers, block_size)
 
 
-def pool_fingerprint(model: ModelSpec, kv: KVSpec) -> str:
-    """Equal for two pools exactly if a block of one may be copied into the other and used there."""
+def pool_fingerprint(model: ModelSpec, kv: KVSpec, dtype: WeightDtype) -> str:
+    """Equal for two pools exactly if a block of one may be copied into the other and used there.
+
+    :param dtype: in which the KV was computed.
+    """
     dtypes = "+".join(sorted({layer.dtype for layer in kv.layers}))
     scales = "+".join(sorted({str(layer.scale_bytes) for layer in kv.layers}))
-    return f"{model.digest}/{dtypes}/s{scales}/{LAYOUT}/b{kv.block_size}/n{NUMERICS_VERSION}"
+    return f"{model.digest}/w-{dtype}/{dtypes}/s{scales}/{LAYOUT}/b{kv.block_size}/n{NUMERICS_VERSION}"

@@ -2,9 +2,9 @@
 
 import torch
 
-from services.engine.model import LlamaModel
-from services.engine.model_spec import KVDtype, kv_spec, pool_fingerprint
+from services.engine.model import Model
 from services.engine.sampler import sample
+from services.engine.model_spec import KVDtype, kv_spec
 from services.engine.step_batch import build_batch
 from services.engine.types import PlanItem, SampleSpec, SeqId, StepPlan, StepResult
 from shared.hashing import block_digest
@@ -34,7 +34,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: Model,
         region: memoryview,
         num_blocks: int,
         *,
@@ -45,7 +45,6 @@ class ModelRunner:
         """:param region: writable, contiguous, `num_blocks * block_bytes` long. Kept until `close`."""
         spec = model.spec
         self.spec, self.kv = spec, kv_spec(spec, block_size, kv_dtype)
-        self.fingerprint = pool_fingerprint(spec, self.kv)
         self.num_blocks, self.block_size = num_blocks, block_size
         assert not region.readonly, "the region must be writable"
         assert region.nbytes == num_blocks * self.block_bytes, "the region must hold exactly num_blocks blocks"

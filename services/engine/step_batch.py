@@ -5,20 +5,22 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from services.engine.types import PlanItem
+
+Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    token_ids: torch.Tensor  # int64 [num_rows]
-    positions: torch.Tensor  # int64 [num_rows], in the row's seq
-    slot_mapping: torch.Tensor  # int32 [num_rows]
-    block_tables: torch.Tensor  # int32 [num_seqs, max_blocks], -1 behind a table's end
-    query_start: torch.Tensor  # int32 [num_seqs + 1], first row of each seq
-    context_lens: torch.Tensor  # int32 [num_seqs], the new rows included
-    logit_rows: torch.Tensor  # int64 [num_samples], rows whose logits are wanted
+    token_ids: Ints  # [num_rows]
+    positions: Ints  # [num_rows], in the row's seq
+    slot_mapping: Ints  # [num_rows]
+    block_tables: Ints  # [num_seqs, max_blocks], -1 behind a table's end
+    query_start: Ints  # [num_seqs + 1], first row of each seq
+    context_lens: Ints  # [num_seqs], the new rows included
+    logit_rows: Ints  # [num_samples], rows whose logits are wanted
 
 
 def build_batch(items: Sequence[PlanItem], block_size: int) -> StepBatch:
@@ -29,8 +31,8 @@ def build_batch(items: Sequence[PlanItem], block_size: int) -> StepBatch:
     query_start = np.zeros(num_seqs + 1, np.int32)
     np.cumsum(num_rows, out=query_start[1:])
     total = int(query_start[-1])
-    seq_of_row = np.repeat(np.arange(num_seqs), num_rows)
-    positions = np.arange(total) - query_start[seq_of_row] + starts[seq_of_row]
+    seq_of_row = np.repeat(np.arange(num_seqs, dtype=np.int32), num_rows)
+    positions = np.arange(total, dtype=np.int32) - query_start[seq_of_row] + starts[seq_of_row]
 
     widths = np.fromiter((len(item.block_table) for item in items), np.int32, num_seqs)
     assert (widths * block_size >= starts + num_rows).all(), "a block table does not cover its rows"
@@ -40,13 +42,13 @@ def build_batch(items: Sequence[PlanItem], block_size: int) -> StepBatch:
     slots = tables[seq_of_row, positions // block_size] * block_size + positions % block_size
 
     sampled = np.fromiter((item.sample is not None for item in items), np.bool_, num_seqs)
-    tokens = np.fromiter(chain.from_iterable(item.token_ids for item in items), np.int64, total)
+    tokens = np.fromiter(chain.from_iterable(item.token_ids for item in items), np.int32, total)
     return StepBatch(
-        token_ids=torch.from_numpy(tokens),
-        positions=torch.from_numpy(positions),
-        slot_mapping=torch.from_numpy(slots.astype(np.int32)),
-        block_tables=torch.from_numpy(tables),
-        query_start=torch.from_numpy(query_start),
-        context_lens=torch.from_numpy(starts + num_rows),
-        logit_rows=torch.from_numpy(query_start[1:][sampled].astype(np.int64) - 1),
+        token_ids=tokens,
+        positions=positions,
+        slot_mapping=slots,
+        block_tables=tables,
+        query_start=query_start,
+        context_lens=starts + num_rows,
+        logit_rows=query_start[1:][sampled] - 1,
     )

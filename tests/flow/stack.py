@@ -46,6 +46,7 @@ class Stack:
             "BATON_GATEWAY_PORT": str(port),
             "BATON_ENGINE_MEMORY_FRACTION": "0.25",
             "BATON_LOG_LEVEL": "info",
+            "BATON_MODEL_DTYPE": "float32",  # the exact path: answers are compared with the oracle
         }
         environ |= {f"BATON_{name.replace('__', '_').upper()}": str(value) for name, value in settings.items()}
         # One core per worker at most: two threads of one worker on busy cores wait for each other at every op.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from services.engine.load import open_model
-from services.engine.model import LlamaModel
+from services.engine.model import Model
 from shared.config import EngineConfig, ModelConfig
 from shared.model_path import resolve
 from tests.oracle.oracle import Oracle, load_oracle
@@ -22,6 +22,6 @@ def oracle() -> Oracle:
 
 
 @pytest.fixture(scope="session")
-def model() -> LlamaModel:
-    """Ours with the default model."""
-    return open_model(ModelConfig(), EngineConfig()).load()
+def model() -> Model:
+    """Ours with the default model, the exact path."""
+    return open_model(ModelConfig(dtype="float32"), EngineConfig()).load()

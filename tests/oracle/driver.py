@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
-from services.engine.model import LlamaModel
-from services.engine.model_spec import KVDtype, kv_spec
+from services.engine.model import Model
 from services.engine.runner import ModelRunner
+from services.engine.model_spec import KVDtype, kv_spec
 from services.engine.step_batch import build_batch
 from services.engine.types import PlanItem, SampleSpec, SeqId, StepPlan
 from shared.ids import BlockId
@@ -16,7 +17,7 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 def make_runner(
-    model: LlamaModel, num_blocks: int, *, block_size: int = 16, kv_dtype: KVDtype = "float32", num_threads: int = 1
+    model: Model, num_blocks: int, *, block_size: int = 16, kv_dtype: KVDtype = "float32", num_threads: int = 1
 ) -> ModelRunner:
     """A runner over private memory."""
     num_bytes = num_blocks * kv_spec(model.spec, block_size, kv_dtype).block_bytes
@@ -51,11 +52,11 @@ def make_seqs(prompts: list[list[int]], *, room: int, num_blocks: int, block_siz
 
 
 @torch.inference_mode()
-def forward(model: LlamaModel, runner: ModelRunner, rows: list[tuple[Seq, int]]) -> None:
+def forward(model: Model, runner: ModelRunner, rows: list[tuple[Seq, int]]) -> None:
     """One step of so many rows of each seq; every row's logits are appended to its seq."""
     batch = build_batch([seq.item(n) for seq, n in rows], runner.block_size)
-    everything = replace(batch, logit_rows=torch.arange(len(batch.token_ids)))
-    logits = model.forward(everything, runner._pool)
+    everything = replace(batch, logit_rows=np.arange(len(batch.token_ids), dtype=np.int32))
+    logits = model.forward(everything, runner._pool).clone()
     for (seq, n), part in zip(rows, logits.split([n for _, n in rows]), strict=True):
         seq.logits.append(part)
         seq.done += n

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.engine.model import LlamaModel
+from services.engine.model import Model
 from tests.oracle.driver import forward, greedy, make_runner, make_seqs
 from tests.oracle.oracle import Greedy, Oracle, first_difference
 from tests.oracle.prompts import ALL, LONG_TOKENS, long_text
@@ -33,7 +33,7 @@ def answers(oracle: Oracle, prompts: dict[str, list[int]]) -> dict[str, Greedy]:
 
 @pytest.mark.parametrize("chunk", [32, 512])
 @pytest.mark.parametrize("name", [*ALL, "long"])
-def test_teacher_forced_logits(model: LlamaModel, prompts, teacher, name: str, chunk: int):
+def test_teacher_forced_logits(model: Model, prompts, teacher, name: str, chunk: int):
     """Every position's logits are the oracle's within 1e-3, however the prompt is cut."""
     runner = make_runner(model, NUM_BLOCKS)
     (seq,) = make_seqs([prompts[name]], room=0, num_blocks=NUM_BLOCKS)
@@ -42,7 +42,7 @@ def test_teacher_forced_logits(model: LlamaModel, prompts, teacher, name: str, c
     torch.testing.assert_close(torch.cat(seq.logits), teacher[name], rtol=0, atol=ATOL)
 
 
-def test_teacher_forced_logits_in_mixed_batches(model: LlamaModel, prompts, teacher):
+def test_teacher_forced_logits_in_mixed_batches(model: Model, prompts, teacher):
     """All prompts in the same steps, in chunks of unlike and changing sizes down to single decode rows."""
     names = [*ALL, "long"]
     runner = make_runner(model, NUM_BLOCKS)
@@ -61,7 +61,7 @@ def test_teacher_forced_logits_in_mixed_batches(model: LlamaModel, prompts, teac
 
 
 @pytest.mark.parametrize("chunk", [32, 512])
-def test_greedy_tokens(model: LlamaModel, prompts, answers, chunk: int):
+def test_greedy_tokens(model: Model, prompts, answers, chunk: int):
     """24 greedy tokens of six prompts that run together are the oracle's."""
     runner = make_runner(model, NUM_BLOCKS)
     seqs = make_seqs(list(prompts.values()), room=24, num_blocks=NUM_BLOCKS)
@@ -70,7 +70,7 @@ def test_greedy_tokens(model: LlamaModel, prompts, answers, chunk: int):
 
 
 @pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
-def test_sixteen_bit_kv_stays_near(model: LlamaModel, prompts, teacher, kv_dtype):
+def test_sixteen_bit_kv_stays_near(model: Model, prompts, teacher, kv_dtype):
     """With KV in 16 bits the logits move by the rounding of keys and values, no more."""
     runner = make_runner(model, NUM_BLOCKS, kv_dtype=kv_dtype)
     (seq,) = make_seqs([prompts["code"]], room=0, num_blocks=NUM_BLOCKS)

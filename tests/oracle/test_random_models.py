@@ -16,7 +16,7 @@ from tests.oracle.oracle import Oracle, first_difference, load_oracle
 
 
 def logits_of(folder: Path, token_ids: list[int], chunk: int) -> torch.Tensor:
-    model = open_model(ModelConfig(path=str(folder)), EngineConfig()).load()
+    model = open_model(ModelConfig(path=str(folder), dtype="float32"), EngineConfig()).load()
     runner = make_runner(model, 16)
     (seq,) = make_seqs([token_ids], room=0, num_blocks=16)
     while seq.done < len(token_ids):
@@ -70,7 +70,7 @@ def test_greedy_tokens_of_the_tiny_model(tmp_path: Path):
     """The topology tests' model says the same as the oracle, and wins by clear margins."""
     folder = make_tiny_llama(tmp_path / "tiny")
     oracle = load_oracle(folder)
-    model = open_model(ModelConfig(path=str(folder)), EngineConfig()).load()
+    model = open_model(ModelConfig(path=str(folder), dtype="float32"), EngineConfig()).load()
     prompts = [oracle.encode(text) for text in ("a", "the user and", "town " * 30)]
     seqs = make_seqs(prompts, room=40, num_blocks=32)
     answers = greedy(make_runner(model, 32), seqs, 40, 16)

@@ -6,6 +6,8 @@ from typing import Any
 import gguf
 import numpy as np
 
+Q = gguf.GGMLQuantizationType
+
 HIDDEN, WIDTH, HEADS, KV_HEADS, VOCAB = 64, 96, 4, 2, 40
 
 FIELDS: dict[str, Any] = {

@@ -6,9 +6,9 @@ import pytest
 import xxhash
 
 from services.engine.load import open_model
-from services.engine.model import LlamaModel
-from services.engine.model_spec import LayerKV, kv_spec, pool_fingerprint
+from services.engine.model import Model
 from services.engine.runner import ModelRunner
+from services.engine.model_spec import LayerKV, kv_spec, pool_fingerprint
 from services.engine.step_batch import build_batch
 from services.engine.types import PlanItem, SampleSpec, SeqId, StepPlan
 from shared.config import EngineConfig, ModelConfig
@@ -21,7 +21,7 @@ PROMPT = tuple(range(40, 60))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaModel:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder: Path = make_tiny_llama(tmp_path_factory.mktemp("tiny"))
     return open_model(ModelConfig(path=str(folder)), EngineConfig()).load()
 
@@ -30,7 +30,7 @@ def blocks(*ids: int) -> tuple[BlockId, ...]:
     return tuple(BlockId(i) for i in ids)
 
 
-def make(model: LlamaModel, num_blocks: int = 12, fill: int = 0, **kwargs) -> tuple[ModelRunner, bytearray]:
+def make(model: Model, num_blocks: int = 12, fill: int = 0, **kwargs) -> tuple[ModelRunner, bytearray]:
     block_bytes = kv_spec(model.spec, BLOCK, kwargs.get("kv_dtype", "float32")).block_bytes
     region = bytearray([fill]) * (num_blocks * block_bytes)
     return ModelRunner(model, memoryview(region), num_blocks, block_size=BLOCK, **kwargs), region
@@ -72,7 +72,7 @@ def test_a_table_that_is_too_short_is_the_planners_bug():
         build_batch([item([1, 2, 3], 6, blocks(0, 1))], 4)
 
 
-def test_tokens_come_back_aligned_with_the_plan(model: LlamaModel):
+def test_tokens_come_back_aligned_with_the_plan(model: Model):
     """Only items that asked for a token get one, and the same as alone."""
     runner, _ = make(model)
     alone = runner.run(step(item(PROMPT, 0, blocks(0, 1, 2)))).sampled[0]
@@ -81,7 +81,7 @@ def test_tokens_come_back_aligned_with_the_plan(model: LlamaModel):
     assert len(alone) == 1
 
 
-def test_a_step_of_chunks_alone_samples_nothing(model: LlamaModel):
+def test_a_step_of_chunks_alone_samples_nothing(model: Model):
     """No prompt is complete in it; the next step goes on from its KV."""
     runner, _ = make(model)
     want = runner.run(step(item(PROMPT, 0, blocks(0, 1, 2)))).sampled
@@ -89,7 +89,7 @@ def test_a_step_of_chunks_alone_samples_nothing(model: LlamaModel):
     assert runner.run(step(item(PROMPT[12:], 12, blocks(4, 5, 6)))).sampled == want
 
 
-def test_a_plan_without_rows_copies_and_digests(model: LlamaModel):
+def test_a_plan_without_rows_copies_and_digests(model: Model):
     """Copies happen before digests; other blocks keep their bytes."""
     runner, region = make(model)
     runner.run(step(item(PROMPT, 0, blocks(0, 1, 2))))
@@ -103,7 +103,7 @@ def test_a_plan_without_rows_copies_and_digests(model: LlamaModel):
     assert result.digests[2] != result.digests[0]
 
 
-def test_a_copied_block_is_as_good_as_the_first(model: LlamaModel):
+def test_a_copied_block_is_as_good_as_the_first(model: Model):
     """After copy on write the fork decodes what the original would, and does not touch it."""
     runner, region = make(model)
     first = runner.run(step(item(PROMPT, 0, blocks(0, 1, 2)))).sampled[0]
@@ -115,7 +115,7 @@ def test_a_copied_block_is_as_good_as_the_first(model: LlamaModel):
     assert bytes(region[: 3 * runner.block_bytes]) == shared
 
 
-def test_stale_bytes_in_fresh_blocks_are_never_read(model: LlamaModel):
+def test_stale_bytes_in_fresh_blocks_are_never_read(model: Model):
     """A pool full of NaN gives the same tokens as a zeroed one, and only the seq's slots change."""
     clean, _ = make(model)
     dirty, region = make(model, fill=0xFF)
@@ -126,7 +126,7 @@ def test_stale_bytes_in_fresh_blocks_are_never_read(model: LlamaModel):
         assert region[block * size : (block + 1) * size] == b"\xff" * size
 
 
-def test_blocks_moved_to_another_pool_go_on_with_the_same_tokens(model: LlamaModel):
+def test_blocks_moved_to_another_pool_go_on_with_the_same_tokens(model: Model):
     """The handoff, reduced to a copy of bytes: decode elsewhere, at other block ids, gives the same bits."""
     source, source_region = make(model)
     reader, reader_region = make(model, fill=0xFF)
@@ -140,7 +140,7 @@ def test_blocks_moved_to_another_pool_go_on_with_the_same_tokens(model: LlamaMod
     assert got == want
 
 
-def test_a_region_of_the_wrong_size_is_refused(model: LlamaModel):
+def test_a_region_of_the_wrong_size_is_refused(model: Model):
     """The pool must be exactly num_blocks blocks, and writable."""
     size = kv_spec(model.spec, BLOCK, "float32").block_bytes
     with pytest.raises(AssertionError, match="exactly"):
@@ -149,7 +149,7 @@ def test_a_region_of_the_wrong_size_is_refused(model: LlamaModel):
         ModelRunner(model, memoryview(bytes(size * 3)), 3, block_size=BLOCK)
 
 
-def test_warm_up_fits_any_pool(model: LlamaModel):
+def test_warm_up_fits_any_pool(model: Model):
     """Even one of a single block; afterwards the runner works as before."""
     for num_blocks in (1, 12):
         runner, _ = make(model, num_blocks)
@@ -157,21 +157,22 @@ def test_warm_up_fits_any_pool(model: LlamaModel):
         assert runner.run(step(item([5], 0, blocks(0)))).sampled[0]
 
 
-def test_close_lets_go_of_the_region(model: LlamaModel):
+def test_close_lets_go_of_the_region(model: Model):
     """The owner of the memory can free it."""
     runner, region = make(model)
     runner.close()
     region.clear()
 
 
-def test_fingerprint_tells_pools_apart(model: LlamaModel):
-    """Model, KV type and block size are in it."""
+def test_fingerprint_tells_pools_apart(model: Model):
+    """Model, weights' type, KV type and block size are in it."""
     seen = {
-        pool_fingerprint(model.spec, kv_spec(model.spec, size, dtype))
+        pool_fingerprint(model.spec, kv_spec(model.spec, size, kv_dtype), dtype)
         for size in (8, 16)
-        for dtype in ("float32", "float16", "bfloat16")
+        for kv_dtype in ("float32", "float16", "bfloat16")
+        for dtype in ("auto", "float32")
     }
-    assert len(seen) == 6
+    assert len(seen) == 12
     assert all(text.startswith(model.spec.digest) for text in seen)
 
 
@@ -182,7 +183,7 @@ def test_a_block_has_room_for_scales():
 
 
 @pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
-def test_sixteen_bit_pools_are_half_as_large(model: LlamaModel, kv_dtype):
+def test_sixteen_bit_pools_are_half_as_large(model: Model, kv_dtype):
     """And the greedy token of a clear case stays the same."""
     runner, _ = make(model, kv_dtype=kv_dtype)
     full, _ = make(model)
@@ -191,7 +192,7 @@ def test_sixteen_bit_pools_are_half_as_large(model: LlamaModel, kv_dtype):
     assert runner.run(plan).sampled == full.run(plan).sampled
 
 
-def test_sampling_does_not_depend_on_the_batch(model: LlamaModel):
+def test_sampling_does_not_depend_on_the_batch(model: Model):
     """A sampled row beside greedy ones draws what it draws alone."""
     runner, _ = make(model)
     hot = item(PROMPT, 0, blocks(0, 1, 2), temperature=1.5)

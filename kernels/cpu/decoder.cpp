@@ -1,0 +1,160 @@
+#include "decoder.h"
+#include "threads.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+namespace baton {
+namespace {
+
+constexpr int64_t ROWS = 8;  // rows of a piece of row-wise work
+
+void check_ids(const Step& step, int64_t vocab) {
+  for (int64_t r = 0; r < step.num_rows; ++r)
+    if (step.token_ids[r] < 0 || step.token_ids[r] >= vocab)
+      throw std::out_of_range("forward: token " + std::to_string(step.token_ids[r]) + " is not in the vocabulary");
+  for (int64_t i = 0; i < step.num_logits; ++i)
+    if (step.logit_rows[i] < 0 || step.logit_rows[i] >= step.num_rows)
+      throw std::out_of_range("forward: no row " + std::to_string(step.logit_rows[i]));
+}
+
+}  // namespace
+
+struct Decoder::Run {
+  Decoder& d;
+  const Step& step;
+  const LinearOps& linear;
+  const RowOps& rows;
+  const TileOps& tiles;
+  int num_threads;
+
+  template <typename Body>
+  void each_row(int64_t num_rows, const Body& body) const {
+    parallel_for((num_rows + ROWS - 1) / ROWS, num_threads, [&](int64_t piece) {
+      for (int64_t r = piece * ROWS; r < std::min(num_rows, (piece + 1) * ROWS); ++r) body(r);
+    });
+  }
+
+  void embed() const {
+    const DecoderShape& s = d.shape_;
+    const int64_t half = s.head_dim / 2;
+    each_row(step.num_rows, [&](int64_t r) {
+      read_row(d.embed_, step.token_ids[r], &d.x_[r * s.hidden]);
+      for (int64_t i = 0; i < half; ++i) {
+        const float angle = static_cast<float>(step.positions[r]) * d.inverse_frequencies_[i];
+        d.cos_[r * half + i] = std::cos(angle);
+        d.sin_[r * half + i] = std::sin(angle);
+      }
+    });
+  }
+
+  // Prepares rows of x for matrices of this format, normalised if `norm` is given.
+  void prepare(Format format, const float* x, int64_t width, const float* norm, int64_t num_rows,
+               const int32_t* picked = nullptr) const {
+    const int64_t bytes = prepared_bytes(format, width);
+    each_row(num_rows, [&](int64_t r) {
+      static thread_local std::vector<float> normed;
+      const float* row = x + (picked ? picked[r] : r) * width;
+      if (norm) {
+        normed.resize(width);
+        rows.rms_norm(row, norm, width, d.shape_.rms_eps, normed.data());
+        row = normed.data();
+      }
+      linear.prepare(format, row, width, &d.prepared_[r * bytes]);
+    });
+  }
+
+  void product(const Matrix& w, int64_t num_rows, float* out, int64_t width, int64_t stride, Finish finish) const {
+    multiply({w, d.prepared_.data(), num_rows, out, width, stride, finish}, linear, rows, num_threads);
+  }
+
+  void project(const DecoderLayer& layer) const {
+    const DecoderShape& s = d.shape_;
+    const int64_t width = s.qkv_width();
+    for (size_t i = 0; i < layer.qkv.size(); ++i) {
+      const Projection& part = layer.qkv[i];
+      if (i == 0 || part.w.format != layer.qkv[i - 1].w.format)
+        prepare(part.w.format, d.x_.data(), s.hidden, layer.attn_norm, step.num_rows);
+      product(part.w, step.num_rows, &d.qkv_[part.first_column], part.w.num_outputs, width, Finish::store);
+    }
+  }
+
+  // Rotates queries and keys, and puts keys and values into the pool.
+  void rotate_and_store(const LayerCache& cache) const {
+    const DecoderShape& s = d.shape_;
+    const int64_t half = s.head_dim / 2, keys = s.attention_width(), values = keys + s.num_kv_heads * s.head_dim;
+    each_row(step.num_rows, [&](int64_t r) {
+      float* row = &d.qkv_[r * s.qkv_width()];
+      for (int64_t h = 0; h < s.num_heads + s.num_kv_heads; ++h)
+        rows.rope(&d.cos_[r * half], &d.sin_[r * half], half, row + h * s.head_dim);
+      store_kv({row + keys, row + values, 0, 0, step.slot_mapping + r, 1}, cache, tiles);
+    });
+  }
+
+  void attend(const LayerCache& cache, const std::vector<AttentionItem>& items) const {
+    const DecoderShape& s = d.shape_;
+    AttentionArgs args = step.attention;
+    args.q = d.qkv_.data(), args.out = d.attended_.data();
+    args.q_stride = s.qkv_width(), args.out_stride = s.attention_width();
+    args.num_heads = s.num_heads;
+    args.scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
+    run_attention(args, cache, tiles, items, num_threads);
+  }
+
+  void layer(const DecoderLayer& layer, const LayerCache& cache, const std::vector<AttentionItem>& items) const {
+    const DecoderShape& s = d.shape_;
+    const int64_t n = step.num_rows;
+    project(layer);
+    rotate_and_store(cache);
+    attend(cache, items);
+    prepare(layer.o.format, d.attended_.data(), s.attention_width(), nullptr, n);
+    product(layer.o, n, d.x_.data(), s.hidden, s.hidden, Finish::add);
+    prepare(layer.gate_up.format, d.x_.data(), s.hidden, layer.mlp_norm, n);
+    product(layer.gate_up, n, d.gated_.data(), s.intermediate, s.intermediate, Finish::silu_mul);
+    prepare(layer.down.format, d.gated_.data(), s.intermediate, nullptr, n);
+    product(layer.down, n, d.x_.data(), s.hidden, s.hidden, Finish::add);
+  }
+
+  void logits() const {
+    const DecoderShape& s = d.shape_;
+    prepare(d.head_.format, d.x_.data(), s.hidden, d.norm_, step.num_logits, step.logit_rows);
+    product(d.head_, step.num_logits, step.logits, s.vocab, s.vocab, Finish::store);
+  }
+};
+
+Decoder::Decoder(const DecoderShape& shape, std::vector<float> inverse_frequencies, const Matrix& embed,
+                 const Matrix& head, const float* norm)
+    : shape_(shape), inverse_frequencies_(std::move(inverse_frequencies)), embed_(embed), head_(head), norm_(norm) {}
+
+void Decoder::fit(int64_t num_rows) {
+  const int64_t widest = std::max({shape_.hidden, shape_.intermediate, shape_.attention_width()});
+  const size_t n = static_cast<size_t>(num_rows);
+  if (x_.size() >= n * shape_.hidden) return;
+  x_.resize(n * shape_.hidden);
+  qkv_.resize(n * shape_.qkv_width());
+  attended_.resize(n * shape_.attention_width());
+  gated_.resize(n * shape_.intermediate);
+  cos_.resize(n * shape_.head_dim / 2);
+  sin_.resize(n * shape_.head_dim / 2);
+  prepared_.resize(n * std::max({prepared_bytes(Format::f32, widest), prepared_bytes(Format::q8, widest)}));
+}
+
+void Decoder::forward(const Step& step, const LayerCache& cache, int64_t layer_stride, int num_threads, bool simd) {
+  std::lock_guard<std::mutex> lock(one_call_);
+  check_ids(step, shape_.vocab);
+  check_slots(step.slot_mapping, step.num_rows, cache);
+  const std::vector<AttentionItem> items = plan_attention(step.attention, cache);
+  fit(step.num_rows);
+  const Run run = {*this, step, linear_ops(simd), row_ops(simd), tile_ops(simd, cache.head_dim), num_threads};
+  run.embed();
+  LayerCache view = cache;
+  for (const DecoderLayer& layer : layers_) {
+    run.layer(layer, view, items);
+    view.base += layer_stride;
+  }
+  if (step.num_logits > 0) run.logits();
+}
+
+}  // namespace baton

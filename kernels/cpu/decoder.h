@@ -1,0 +1,68 @@
+// A whole forward pass of a Llama-like decoder in one call: pre-norm, RoPE, grouped heads, SwiGLU.
+#pragma once
+#include "cache.h"
+#include "linear.h"
+
+#include <mutex>
+#include <vector>
+
+namespace baton {
+
+struct DecoderShape {
+  int64_t hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab;
+  float rms_eps;
+
+  int64_t qkv_width() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
+  int64_t attention_width() const { return num_heads * head_dim; }
+};
+
+struct Projection {  // some columns of the joint query, key and value row
+  Matrix w;
+  int64_t first_column;
+};
+
+struct DecoderLayer {
+  const float *attn_norm, *mlp_norm;  // [hidden]
+  std::vector<Projection> qkv;
+  Matrix o, gate_up, down;            // gate_up: blocks of gate and up in turns
+};
+
+struct Step {
+  int64_t num_rows;
+  const int32_t *token_ids, *positions, *slot_mapping;  // [num_rows]
+  AttentionArgs attention;                              // q and out are filled in
+  const int32_t* logit_rows;                            // [num_logits]
+  int64_t num_logits;
+  float* logits;                                        // [num_logits, vocab]
+};
+
+class Decoder {
+ public:
+  Decoder(const DecoderShape& shape, std::vector<float> inverse_frequencies, const Matrix& embed, const Matrix& head,
+          const float* norm);
+
+  void add_layer(DecoderLayer layer) { layers_.push_back(std::move(layer)); }
+  const DecoderShape& shape() const { return shape_; }
+
+  // Writes the KV of all rows to the pool, then the wanted logits. `cache` is layer 0's view, further layers
+  // lie `layer_stride` bytes apart. One call at a time. Throws std::out_of_range before anything is written.
+  void forward(const Step& step, const LayerCache& cache, int64_t layer_stride, int num_threads, bool simd);
+
+ private:
+  struct Run;  // one call's view of everything
+
+  void fit(int64_t num_rows);
+
+  const DecoderShape shape_;
+  const std::vector<float> inverse_frequencies_;  // [head_dim / 2]
+  const Matrix embed_, head_;
+  const float* const norm_;
+  std::vector<DecoderLayer> layers_;
+
+  std::mutex one_call_;
+  // Scratch, grown to the largest step so far.
+  std::vector<float> x_, qkv_, attended_, gated_, cos_, sin_;
+  std::vector<uint8_t> prepared_;
+};
+
+}  // namespace baton

@@ -1,0 +1,67 @@
+#include "linear.h"
+#include "threads.h"
+#include "tile.h"
+
+#include <algorithm>
+
+namespace baton {
+
+const LinearOps& linear_ops(bool simd) {
+#ifdef BATON_AVX2
+  if (simd && cpu_has_avx2()) return avx2_linear;
+#endif
+  (void)simd;
+  return scalar_linear;
+}
+
+const RowOps& row_ops(bool simd) {
+#ifdef BATON_AVX2
+  if (simd && cpu_has_avx2()) return avx2_rows;
+#endif
+  (void)simd;
+  return scalar_rows;
+}
+
+namespace {
+
+constexpr int64_t ROWS = 96;  // whose prepared activations stay in a core's second-level cache
+
+// One block of outputs for some rows, by way of a small buffer where the product is not simply stored.
+void run_item(const Product& p, const LinearOps& linear, const RowOps& rows, int64_t item, int64_t first_row,
+              int64_t num_rows) {
+  const int64_t row_bytes = prepared_bytes(p.w.format, p.w.num_inputs), columns = std::min(OUTS, p.width - item * OUTS);
+  const uint8_t* x = p.x + first_row * row_bytes;
+  float* out = p.out + first_row * p.out_stride + item * OUTS;
+  if (p.finish == Finish::store && columns == OUTS)
+    return linear.multiply(p.w, item, x, row_bytes, num_rows, out, p.out_stride);
+  alignas(64) float first[ROWS * OUTS], second[ROWS * OUTS];
+  if (p.finish == Finish::silu_mul) {
+    linear.multiply(p.w, 2 * item, x, row_bytes, num_rows, first, OUTS);
+    linear.multiply(p.w, 2 * item + 1, x, row_bytes, num_rows, second, OUTS);
+  } else {
+    linear.multiply(p.w, item, x, row_bytes, num_rows, first, OUTS);
+  }
+  for (int64_t r = 0; r < num_rows; ++r, out += p.out_stride) {
+    switch (p.finish) {
+      case Finish::store: std::copy_n(first + r * OUTS, columns, out); break;
+      case Finish::add: rows.add(first + r * OUTS, columns, out); break;
+      case Finish::silu_mul: rows.silu_mul(first + r * OUTS, second + r * OUTS, columns, out); break;
+    }
+  }
+}
+
+}  // namespace
+
+void multiply(const Product& p, const LinearOps& linear, const RowOps& rows, int num_threads) {
+  const int64_t blocks = (p.width + OUTS - 1) / OUTS, panels = (p.num_rows + ROWS - 1) / ROWS;
+  // Few rows make short pieces: take several blocks at once, but leave enough pieces to share them evenly.
+  const int64_t batch = std::max<int64_t>(1, std::min(blocks / (8 * num_threads), 64 / std::max<int64_t>(1, p.num_rows)));
+  const int64_t per_panel = (blocks + batch - 1) / batch;
+  parallel_for(panels * per_panel, num_threads, [&](int64_t piece) {
+    const int64_t panel = piece / per_panel, first = piece % per_panel * batch;
+    const int64_t row = panel * ROWS, num_rows = std::min(ROWS, p.num_rows - row);
+    for (int64_t i = first; i < std::min(first + batch, blocks); ++i) run_item(p, linear, rows, i, row, num_rows);
+  });
+}
+
+}  // namespace baton

@@ -1,0 +1,164 @@
+"""Which weights of a checkpoint go where in one buffer of packed matrices, and putting them there.
+
+The buffer is what the kernels read (`kernels.packing`), so it can be kept in a file and mapped by every worker of
+the host. Offsets are multiples of 64.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.packing import OUTS, Format, interleave, pack_f32, pack_q4, pack_q8, packed_bytes, quantise_q8
+from services.engine.checkpoint import Checkpoint
+from services.engine.model_spec import ModelSpec, WeightDtype
+from shared.errors import ModelError
+
+ALIGNMENT = 64
+Buffer = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One packed matrix, made of one or more tensors of the checkpoint; or a float32 vector (`fmt` is None)."""
+
+    name: str
+    sources: tuple[str, ...]
+    fmt: Format | None
+    source_rows: tuple[int, ...]  # of each source
+    num_inputs: int
+    in_turns: bool = False  # the sources' blocks alternate; otherwise they follow each other
+    offset: int = 0
+
+    @property
+    def num_outputs(self) -> int:
+        if self.in_turns:
+            return len(self.sources) * -(-self.source_rows[0] // OUTS) * OUTS
+        return sum(self.source_rows)
+
+    @property
+    def num_bytes(self) -> int:
+        if self.fmt is None:
+            return self.num_inputs * 4
+        return packed_bytes(self.fmt, self.num_outputs, self.num_inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class PackPlan:
+    entries: tuple[Entry, ...]
+    num_bytes: int
+
+
+def plan_pack(checkpoint: Checkpoint, dtype: WeightDtype) -> PackPlan:
+    """Lay out all weights; reads none."""
+    spec = checkpoint.spec
+    planner = _Planner(checkpoint, dtype)
+    planner.matrix("embed", "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+    if not spec.tied_embeddings:
+        planner.matrix("head", "lm_head.weight", spec.vocab_size, spec.hidden_size)
+    planner.vector("norm", "model.norm.weight", spec.hidden_size)
+    for i in range(spec.num_layers):
+        planner.layer(i)
+    return planner.plan()
+
+
+def fill(checkpoint: Checkpoint, plan: PackPlan, buffer: Buffer) -> None:
+    """Read, pack and write every entry. Mutates `buffer`, `plan.num_bytes` long.
+
+    :raises ModelError: a tensor is missing, of an unknown type, or of another shape than the spec says.
+    """
+    for entry in plan.entries:
+        data = _vector(checkpoint, entry) if entry.fmt is None else _matrix(checkpoint, entry, entry.fmt)
+        assert data.nbytes == entry.num_bytes, f"{entry.name}: {data.nbytes} bytes, planned {entry.num_bytes}"
+        buffer[entry.offset : entry.offset + entry.num_bytes] = data
+
+
+class _Planner:
+    def __init__(self, checkpoint: Checkpoint, dtype: WeightDtype) -> None:
+        self._checkpoint, self._dtype = checkpoint, dtype
+        self._entries: list[Entry] = []
+
+    def matrix(self, name: str, source: str, rows: int, columns: int) -> None:
+        self._add(Entry(name, (source,), self._format(source), (rows,), columns))
+
+    def vector(self, name: str, source: str, size: int) -> None:
+        self._add(Entry(name, (source,), None, (1,), size))
+
+    def layer(self, layer: int) -> None:
+        spec, at = self._checkpoint.spec, f"layers.{layer}."
+        source = f"model.layers.{layer}.{{}}.weight".format
+        self.vector(at + "attn_norm", source("input_layernorm"), spec.hidden_size)
+        self._qkv(at, tuple(source(f"self_attn.{part}_proj") for part in "qkv"), spec)
+        self.matrix(at + "o", source("self_attn.o_proj"), spec.hidden_size, spec.num_heads * spec.head_dim)
+        self.vector(at + "mlp_norm", source("post_attention_layernorm"), spec.hidden_size)
+        pair = (source("mlp.gate_proj"), source("mlp.up_proj"))
+        formats = {self._format(name) for name in pair}
+        fmt = formats.pop() if len(formats) == 1 else Format.Q8
+        self._add(Entry(at + "gate_up", pair, fmt, (spec.intermediate_size,) * 2, spec.hidden_size, in_turns=True))
+        self.matrix(at + "down", source("mlp.down_proj"), spec.hidden_size, spec.intermediate_size)
+
+    def plan(self) -> PackPlan:
+        last = self._entries[-1]
+        return PackPlan(tuple(self._entries), _aligned(last.offset + last.num_bytes))
+
+    def _qkv(self, at: str, sources: tuple[str, ...], spec: ModelSpec) -> None:
+        """One matrix where blocks of 16 outputs and one format allow it, else one per projection."""
+        rows = tuple(heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads))
+        formats = [self._format(name) for name in sources]
+        if len(set(formats)) == 1 and not any(count % OUTS for count in rows):
+            self._add(Entry(at + "qkv.0", sources, formats[0], rows, spec.hidden_size))
+            return
+        for i, (name, count) in enumerate(zip(sources, rows, strict=True)):
+            self.matrix(f"{at}qkv.{i}", name, count, spec.hidden_size)
+
+    def _format(self, source: str) -> Format:
+        if self._dtype == "float32":
+            return Format.F32
+        return Format.Q4 if self._checkpoint.bits(source) == 4 else Format.Q8
+
+    def _add(self, entry: Entry) -> None:
+        offset = 0
+        if self._entries:
+            last = self._entries[-1]
+            offset = _aligned(last.offset + last.num_bytes)
+        self._entries.append(
+            Entry(
+                entry.name, entry.sources, entry.fmt, entry.source_rows, entry.num_inputs, entry.in_turns, offset=offset
+            )
+        )
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _vector(checkpoint: Checkpoint, entry: Entry) -> Buffer:
+    values = checkpoint.read(entry.sources[0]).numpy()
+    _check_shape(checkpoint, entry.sources[0], values.shape, (entry.num_inputs,))
+    return np.ascontiguousarray(values, dtype=np.float32).view(np.uint8)
+
+
+def _matrix(checkpoint: Checkpoint, entry: Entry, fmt: Format) -> Buffer:
+    parts = []
+    for name, rows in zip(entry.sources, entry.source_rows, strict=True):
+        parts.append(_pack(checkpoint, name, fmt, (rows, entry.num_inputs)))
+    if entry.in_turns:
+        return interleave(parts[0], parts[1], packed_bytes(fmt, OUTS, entry.num_inputs))
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def _pack(checkpoint: Checkpoint, name: str, fmt: Format, shape: tuple[int, int]) -> Buffer:
+    if (fmt, checkpoint.bits(name)) in ((Format.Q4, 4), (Format.Q8, 8)):
+        groups = checkpoint.read_groups(name)
+        _check_shape(checkpoint, name, groups.q.shape, shape)
+        if groups.minimum is None:
+            return pack_q8(groups.q.view(np.int8), groups.scale)
+        return pack_q4(groups.q.view(np.uint8), groups.scale, groups.minimum)
+    weights = checkpoint.read(name).numpy()
+    _check_shape(checkpoint, name, weights.shape, shape)
+    return pack_f32(weights) if fmt == Format.F32 else pack_q8(*quantise_q8(weights))
+
+
+def _check_shape(checkpoint: Checkpoint, name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if tuple(got) != expected:
+        raise ModelError(f"model {checkpoint.spec.name}: tensor {name} is {tuple(got)}, expected {expected}")
