@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from shared.ids import RequestId
 from shared.messages import Tokens, encode
+from shared.roster import MISSED_GREETINGS
 from tests.sim.calls import Call
 from tests.sim.redis_store import Stream
 
@@ -28,6 +29,7 @@ class Judge:
         self._heard: dict[tuple[str, RequestId], tuple[int, int]] = {}  # (worker, request) -> (epoch, step)
         self._cancelled: dict[str, float] = {}
         self._calls: dict[str, list[Call]] = {}
+        self._gateways: dict[str, Life] = {}
         self.disturbed_at = 0.0
         self.num_ghosts = 0
         world.redis.observers.append(self.script_ran)
@@ -36,6 +38,7 @@ class Judge:
 
     def began(self, call: Call, life: Life) -> None:
         self._calls.setdefault(life.incarnation, []).append(call)
+        self._gateways[call.ask.name] = life
 
     def calls_of(self, life: Life) -> list[Call]:
         return self._calls.get(life.incarnation, [])
@@ -166,7 +169,9 @@ class Judge:
         self._check_keys()
 
     def _may_fail(self, call: Call) -> bool:
-        return bool(self._world.plan.faults)
+        """Only if its gateway was given up as dead because it could not speak for too long."""
+        lease = self._world.settings.lease
+        return self._gateways[call.ask.name].blind_s >= lease.heartbeat_s * (MISSED_GREETINGS - 1)
 
     def _check_keys(self) -> None:
         """No key is left but those of the living and those that expire."""

@@ -59,6 +59,7 @@ class Life:
         self.stopping = anyio.Event()  # SIGTERM
         self.exit = ""
         self.disturbed_at = 0.0  # last time that it could not hear or act
+        self.blind_s = 0.0  # how long that was at worst, times that touch added up
         link = RedisLink(world.settings.redis, self.clock, self.client)
         self.link, self.keys, self.randomness = link, world.keys, world.randomness
         self.leases = Leases(link, self.keys, self.randomness)
@@ -77,6 +78,12 @@ class Life:
     @property
     def is_alive(self) -> bool:
         return not self.over.is_set()
+
+    def wake(self, now: float, blind_s: float) -> None:
+        """It can hear and act again."""
+        if now - blind_s < self.disturbed_at + 1.0:
+            blind_s += self.blind_s
+        self.disturbed_at, self.blind_s = now, max(self.blind_s, blind_s)
 
     async def live(self, main: Callable[[Life], Awaitable[None]]) -> None:
         """The process, from start to exit."""

@@ -66,8 +66,8 @@ def settings_of(plan: Plan) -> Settings:
 class World:
     """Owner of all that the services share, and of the faults. `violations` must stay empty."""
 
-    def __init__(self, loop: VirtualLoop, plan: Plan, overrides: dict[str, str] | None = None) -> None:
-        self.loop, self.plan = loop, plan
+    def __init__(self, loop: VirtualLoop, plan: Plan, overrides: dict[str, str] | None, log: list[str]) -> None:
+        self.loop, self.plan, self.log = loop, plan, log
         self.rng = Random(f"world {plan.seed}")
         self.clock: Clock = LoopClock(loop)
         self.began = loop.time()
@@ -80,7 +80,6 @@ class World:
         self.all_lives: list[Life] = []
         self.calls = [Call(ask) for ask in plan.asks]
         self.violations: list[str] = []
-        self.log: list[str] = []
         self.stopping = False
         self.failed = anyio.Event()
         self.step_fails = 0
@@ -195,14 +194,14 @@ class World:
         if life is not None and life.is_alive:
             self.loop.freeze(life.proc)
             await self.clock.sleep(fault.seconds)
-            life.disturbed_at = self.clock.now()
+            life.wake(self.clock.now(), fault.seconds)
             self.loop.thaw(life.proc)
 
     async def _suffer_partition(self, fault: Fault, life: Life | None) -> None:
         if life is not None and life.is_alive:
             life.client.partitioned = True
             await self.clock.sleep(fault.seconds)
-            life.disturbed_at = self.clock.now()
+            life.wake(self.clock.now(), fault.seconds)
             life.client.rejoin()
 
     async def _suffer_slow(self, fault: Fault, life: Life | None) -> None:
