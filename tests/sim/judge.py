@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from shared.ids import RequestId
 from shared.messages import Tokens, encode
 from shared.roster import MISSED_GREETINGS
+from tests.sim.book import Book
 from tests.sim.calls import Call
 from tests.sim.redis_store import Stream
 
@@ -32,7 +33,10 @@ class Judge:
         self._gateways: dict[str, Life] = {}
         self.disturbed_at = 0.0
         self.num_ghosts = 0
+        self._book = Book(world.redis.store, world.keys, world.violate)
         world.redis.observers.append(self.script_ran)
+        if world.plan.with_book:
+            world.redis.observers.append(self._book.script_ran)
 
     # --- events ---
 
@@ -57,6 +61,7 @@ class Judge:
     def wiped(self) -> None:
         """Redis has lost everything: what it said before counts no more."""
         self._cancelled.clear()
+        self._book.forget_all()
 
     def haunt(self) -> None:
         """A late word of an old epoch, wrong in itself, appears in the streams of the gateways. No fence lets such a
