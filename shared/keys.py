@@ -19,7 +19,7 @@ REPLY_TTL_S = 60.0
 """Answers are worth something for milliseconds; whoever asked may have died."""
 
 CONTROL_TTL_S = 600.0
-"""A worker reads its control messages at once; what is said to one that was forgotten meanwhile must not stay for ever."""
+"""A worker reads its control messages at once; what is said to one that was forgotten must not stay for ever."""
 
 # One decoder per channel, built once; `Any` because a union type is not a `type` to a type checker.
 _sched: Callable[[bytes], Any] = msgspec.msgpack.Decoder(SchedulerMsg).decode

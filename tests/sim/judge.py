@@ -33,6 +33,7 @@ class Judge:
         self._calls: dict[str, list[Call]] = {}
         self._gateways: dict[str, Life] = {}
         self.disturbed_at = 0.0
+        self._troubles: list[tuple[float, float]] = []
         self.num_ghosts = 0
         self._held: set[tuple[str, str, int]] = set()  # (reader, request, epoch)
         self._book = Book(world.redis.store, world.keys, world.violate)
@@ -61,6 +62,12 @@ class Judge:
             self._buried(str(args[0]))
         for place in CREDITED.get(name, ()):
             self._check_credit(keys[place].encode())
+
+    def disturb(self, seconds: float) -> None:
+        """Nobody could count on Redis until now; retries are up to half a second apart."""
+        now = self._world.clock.now()
+        self.disturbed_at = now + 1.0
+        self._troubles.append((now - seconds, now + 0.5))
 
     def wiped(self) -> None:
         """Redis has lost everything: what it said before counts no more."""
@@ -126,13 +133,9 @@ class Judge:
         """No lease outlives its deadline, once the reaper may reap."""
         world = self._world
         life = world.lives["scheduler-0"]
-        if (
-            not life.is_alive
-            or life.scheduler is None
-            or life.proc.frozen
-            or life.client.partitioned
-            or world.redis.down
-        ):
+        if not life.is_alive or life.scheduler is None or life.proc.frozen or life.client.partitioned:
+            return
+        if world.redis.down:
             return
         now, lease_s = world.clock.now(), world.settings.lease.lease_s
         reaper = life.scheduler.reaper
@@ -246,8 +249,12 @@ class Judge:
         """Only if the queue is short, or its gateway was given up as dead because it could not speak for too long."""
         if call.error.startswith("429"):
             return self._world.plan.max_queued < 1000
-        lease = self._world.settings.lease
-        return self._gateways[call.ask.name].blind_s >= lease.heartbeat_s * (MISSED_GREETINGS - 1)
+        blind_s, until = 0.0, 0.0
+        for start, end in sorted(self._troubles + self._gateways[call.ask.name].troubles):
+            if call.started_at - 10 < end and start < call.ended_at:
+                blind_s += max(0.0, end - max(start, until))
+                until = max(until, end)
+        return blind_s >= self._world.settings.lease.heartbeat_s * (MISSED_GREETINGS - 1)
 
     def _check_keys(self) -> None:
         """No key is left but those of the living and those that expire."""
