@@ -18,6 +18,9 @@ NOBODY = Incarnation("-")
 REPLY_TTL_S = 60.0
 """Answers are worth something for milliseconds; whoever asked may have died."""
 
+CONTROL_TTL_S = 600.0
+"""A worker reads its control messages at once; what is said to one that was forgotten must not stay for ever."""
+
 # One decoder per channel, built once; `Any` because a union type is not a `type` to a type checker.
 _sched: Callable[[bytes], Any] = msgspec.msgpack.Decoder(SchedulerMsg).decode
 _work: Callable[[bytes], Any] = msgspec.msgpack.Decoder(WorkerMsg).decode
@@ -54,7 +57,7 @@ class Keys:
         return Channel(self._key("work", incarnation), _work)
 
     def control(self, incarnation: Incarnation) -> Channel[ControlMsg]:
-        return Channel(self._key("control", incarnation), _control)
+        return Channel(self._key("control", incarnation), _control, CONTROL_TTL_S)
 
     def tokens(self, gateway: Incarnation) -> Channel[GatewayMsg]:
         return Channel(self._key("tokens", gateway), _tokens)

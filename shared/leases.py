@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shared.ids import AttemptId, Incarnation, RequestId
-from shared.keys import NOBODY, Keys
+from shared.keys import CONTROL_TTL_S, NOBODY, Keys
 from shared.messages import (
     Admitted,
     Cancel,
@@ -35,6 +35,7 @@ from shared.redis_link import RedisLink
 from shared.scripts import Scripts
 
 KEEP_S = 60
+CONTROL_MS = int(CONTROL_TTL_S * 1000)
 NO_LIMIT = 1 << 52
 LIVE = (b"dispatched", b"prefill", b"decode")
 
@@ -135,7 +136,7 @@ class Leases:
                 Finished(request_id, epoch, "cancelled", error=reason),
                 Ended(request_id=request_id),
             )
-            args = [request_id, epoch, prefill, decode, *map(encode, messages), KEEP_S * 1000]
+            args = [request_id, epoch, prefill, decode, *map(encode, messages), KEEP_S * 1000, CONTROL_MS]
             answer = await self._scripts.run("cancel", keys, args)
             if answer != b"moved":
                 return answer == b"cancelled"
@@ -208,7 +209,10 @@ class Leases:
             Finished(request_id, epoch, "error", error=f"{reason}, {max_attempts} attempts"),
             Ended(request_id=request_id),
         )
-        args = [request_id, epoch, prefill, decode, lost, max_attempts, *map(encode, messages), KEEP_S * 1000]
+        args = [
+            *(request_id, epoch, prefill, decode, lost, max_attempts),
+            *(*map(encode, messages), KEEP_S * 1000, CONTROL_MS),
+        ]
         return (await self._scripts.run("requeue", keys, args)).decode()
 
     async def fail(self, request_id: RequestId, epoch: int, error: str) -> bool:

@@ -11,6 +11,8 @@ from shared.redis_link import RedisLink
 from shared.scripts import Scripts
 
 MISSED_HEARTBEATS = 3
+MISSED_GREETINGS = 10
+"""Clients wait on a gateway's own connections: that it stood still for some seconds is no reason to drop them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class Roster:
     def __init__(self, link: RedisLink, keys: Keys, heartbeat_s: float) -> None:
         self._link, self._keys = link, keys
         self._ttl_ms = int(heartbeat_s * MISSED_HEARTBEATS * 1000)
+        self._greeting_ttl_ms = int(heartbeat_s * MISSED_GREETINGS * 1000)
         self._scripts = Scripts(link)
 
     async def register(self, registration: Registration) -> None:
@@ -91,7 +94,7 @@ class Roster:
 
     async def greet(self, gateway: Incarnation) -> bool:
         """A gateway lives. True: Redis did not know it: new, given up, or Redis has lost its memory."""
-        return bool(await self._scripts.run("greet", [self._keys.gateways()], [gateway, self._ttl_ms]))
+        return bool(await self._scripts.run("greet", [self._keys.gateways()], [gateway, self._greeting_ttl_ms]))
 
     async def dead_gateways(self) -> list[Incarnation]:
         """Those whose greeting is overdue and who are not forgotten yet."""

@@ -33,6 +33,9 @@ from shared.roster import Roster
 
 log = structlog.get_logger(__name__)
 DRAIN_LOOK_S = 0.05
+STUCK_LOOKS = 16
+"""A worker whose step has not moved for so many looks (a quarter of a lease period each) ends its life: what was sent
+to it and is not accepted yet lives by its heartbeat, and must go elsewhere."""
 RETIRE_S = 2.0
 """A worker that leaves tries for so long to say so; the reaper finds out otherwise."""
 KV_SIGN_EVERY = 8
@@ -41,6 +44,10 @@ KV_SIGN_EVERY = 8
 
 class Buried(BatonError):
     """The cell has given this incarnation up (heartbeats came too late): the process must start a new life."""
+
+
+class Stuck(BatonError):
+    """The engine's step does not end."""
 
 
 class Duties(Protocol):
@@ -139,15 +146,22 @@ class WorkerLink:
         return msgspec.structs.replace(state, output=state.output[:num_sent])
 
     async def renew(self) -> None:
-        """Renew leases while the engine makes progress, until cancelled."""
+        """Renew leases while the engine makes progress, until cancelled.
+
+        :raises Stuck: it has made none for far too long.
+        """
         seen: int | None = -1
+        looks = 0
         while True:
             await self._clock.sleep(self._config.lease_s / 4)
             progress = self._duties.progress()
             if progress is not None and progress == seen:
-                log.warning("worker.stalled", steps=progress)
+                looks += 1
+                log.warning("worker.stalled", steps=progress, looks=looks)
+                if looks >= STUCK_LOOKS:
+                    raise Stuck(f"step {progress} does not end")
                 continue
-            seen = progress
+            seen, looks = progress, 0
             fences = list(self._duties.held())
             for start in range(0, len(fences), 64):
                 some = fences[start : start + 64]

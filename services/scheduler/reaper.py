@@ -1,7 +1,7 @@
 """Finds what is lost: leases past their deadline, workers without a heartbeat, books that differ from Redis.
 
-Nothing is reaped for one lease period after the start, after Redis could not be reached, or after a look that took
-suspiciously long: in such a time nobody could renew anything.
+Nothing is reaped for one lease period after the start, after Redis could not be reached, after a look that took
+suspiciously long, or after Redis' clock was set: in such a time nobody could renew anything.
 """
 
 from dataclasses import dataclass
@@ -53,6 +53,7 @@ class Reaper:
         self._clock, self._last_outage, self._config, self._lease = clock, last_outage, config, lease
         self._quiet_since = self.last_look = clock.now()
         self._reconciled = float("-inf")
+        self._ahead: float | None = None  # Redis' clock before ours, s
         self._num_gateways_buried = 0
         self.stream_lengths: dict[str, int] = {}
         self._num_buried = self._num_requeued = self._num_failed = 0
@@ -79,6 +80,7 @@ class Reaper:
         :raises BusError: Redis is lost; whatever was not done is found again by the next round.
         """
         started = self._clock.now()
+        await self._compare_clocks()
         if started - self._reconciled >= self._lease.heartbeat_s:
             await self._reconcile()
             self._reconciled = started
@@ -95,6 +97,13 @@ class Reaper:
             await self._bury_gateway(gateway)
         for request_id, epoch in expired:
             await self._requeue(request_id, epoch, "its lease ran out")
+
+    async def _compare_clocks(self) -> None:
+        """All deadlines are Redis' time: if that was set forward, the living look dead until they renew."""
+        ahead = await self._requests.redis_now_ms() / 1000 - self._clock.now()
+        if self._ahead is not None and abs(ahead - self._ahead) > self._lease.heartbeat_s:
+            self._be_quiet(f"redis' clock moved by {ahead - self._ahead:.1f} s")
+        self._ahead = ahead
 
     async def _reconcile(self) -> None:
         for incarnation in self._ledger.incarnations():

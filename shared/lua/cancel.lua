@@ -1,6 +1,6 @@
 -- The client is gone or has enough: no further work, and every holder is told in the same script.
 -- KEYS: req queued leases tokens sched log control_p control_d open held_p
--- ARGV: id epoch prefill decode cancel_msg finished_msg ended_msg keep_ms   (prefill, decode as last read; '' = none)
+-- ARGV: id epoch prefill decode cancel_msg finished_msg ended_msg keep_ms control_ms   (prefill, decode as last read; '' = none)
 -- `moved` = holders changed since the caller looked: look again. Credit stays taken until decode has dropped the work.
 local r = redis.call('HMGET', KEYS[1], 'st', 'ep', 'pw', 'dw')
 if not r[1] or r[1] == 'done' or r[1] == 'cancelled' then return 'gone' end
@@ -11,9 +11,11 @@ redis.call('SREM', KEYS[9], ARGV[1])
 redis.call('XADD', KEYS[4], '*', 'm', ARGV[6])
 redis.call('XADD', KEYS[5], '*', 'm', ARGV[7])
 if r[1] ~= 'queued' then
-  if ARGV[3] ~= '' and ARGV[3] ~= '-' and r[1] ~= 'decode' then redis.call('XADD', KEYS[7], '*', 'm', ARGV[5]) end
+  if ARGV[3] ~= '-' and r[1] ~= 'decode' then redis.call('XADD', KEYS[7], '*', 'm', ARGV[5]) end
   redis.call('HDEL', KEYS[10], ARGV[1] .. '/' .. ARGV[2])
-  if ARGV[4] ~= '' then redis.call('XADD', KEYS[8], '*', 'm', ARGV[5]) end
+  redis.call('XADD', KEYS[8], '*', 'm', ARGV[5])
+  redis.call('PEXPIRE', KEYS[7], ARGV[9])
+  redis.call('PEXPIRE', KEYS[8], ARGV[9])
 end
 redis.call('HSET', KEYS[1], 'st', 'cancelled')
 redis.call('HDEL', KEYS[1], 'body')

@@ -1,6 +1,6 @@
 -- A lost request goes on: token log read, epoch raised, marker to the gateway, back in the queue; or it fails for good.
 -- KEYS: req queued leases tokens sched log control_p control_d held_p open
--- ARGV: id epoch prefill decode lost max_tries admitted_msg cancel_msg finished_msg ended_msg keep_ms
+-- ARGV: id epoch prefill decode lost max_tries admitted_msg cancel_msg finished_msg ended_msg keep_ms control_ms
 -- lost: the holder that died or gives the request up (prefill only while decode has not accepted); '' = its lease ran out
 -- The old decode worker gives its credit back itself when it drops the work; a dead one's credit died with it.
 local r = redis.call('HMGET', KEYS[1], 'st', 'ep', 'pw', 'dw', 'ho', 'tries')
@@ -17,6 +17,8 @@ redis.call('ZREM', KEYS[3], ARGV[1])
 redis.call('HDEL', KEYS[9], ARGV[1] .. '/' .. ARGV[2])
 if r[3] ~= '-' and r[1] ~= 'decode' then redis.call('XADD', KEYS[7], '*', 'm', ARGV[8]) end
 redis.call('XADD', KEYS[8], '*', 'm', ARGV[8])
+redis.call('PEXPIRE', KEYS[7], ARGV[12])
+redis.call('PEXPIRE', KEYS[8], ARGV[12])
 local epoch = tonumber(ARGV[2]) + 1
 if tonumber(r[6]) + 1 >= tonumber(ARGV[6]) then
   redis.call('XADD', KEYS[4], '*', 'm', ARGV[9])

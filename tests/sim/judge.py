@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shared.ids import RequestId
-from shared.messages import Tokens, encode
+from services.transfer import Offer
+from shared.ids import BlockId, RequestId
+from shared.messages import ReleaseAnswer, Tokens, encode
+from shared.roster import MISSED_GREETINGS
+from tests.sim.book import Book
 from tests.sim.calls import Call
 from tests.sim.redis_store import Stream
 
@@ -28,14 +31,21 @@ class Judge:
         self._heard: dict[tuple[str, RequestId], tuple[int, int]] = {}  # (worker, request) -> (epoch, step)
         self._cancelled: dict[str, float] = {}
         self._calls: dict[str, list[Call]] = {}
+        self._gateways: dict[str, Life] = {}
         self.disturbed_at = 0.0
+        self._troubles: list[tuple[float, float]] = []
         self.num_ghosts = 0
+        self._held: set[tuple[str, str, int]] = set()  # (reader, request, epoch)
+        self._book = Book(world.redis.store, world.keys, world.violate)
         world.redis.observers.append(self.script_ran)
+        if world.plan.with_book:
+            world.redis.observers.append(self._book.script_ran)
 
     # --- events ---
 
     def began(self, call: Call, life: Life) -> None:
         self._calls.setdefault(life.incarnation, []).append(call)
+        self._gateways[call.ask.name] = life
 
     def calls_of(self, life: Life) -> list[Call]:
         return self._calls.get(life.incarnation, [])
@@ -48,12 +58,21 @@ class Judge:
     def script_ran(self, name: str, keys: list, args: list, answer: object) -> None:
         if name == "cancel" and answer == b"cancelled":
             self._cancelled.setdefault(str(args[0]), self._world.clock.now())
+        if name in ("bury", "bury_gateway") and answer is not None:
+            self._buried(str(args[0]))
         for place in CREDITED.get(name, ()):
             self._check_credit(keys[place].encode())
+
+    def disturb(self, seconds: float) -> None:
+        """Nobody could count on Redis until now; retries are up to half a second apart."""
+        now = self._world.clock.now()
+        self.disturbed_at = now + 1.0
+        self._troubles.append((now - seconds, now + 0.5))
 
     def wiped(self) -> None:
         """Redis has lost everything: what it said before counts no more."""
         self._cancelled.clear()
+        self._book.forget_all()
 
     def haunt(self) -> None:
         """A late word of an old epoch, wrong in itself, appears in the streams of the gateways. No fence lets such a
@@ -67,6 +86,66 @@ class Judge:
             ghost = Tokens(RequestId(request_id), epoch, 0, num, (998,))
             store.run(b"XADD", self._world.keys.tokens(value[b"gw"].decode()).key, b"*", b"m", encode(ghost))
             self.num_ghosts += 1
+
+    # --- transfers ---
+
+    def released(self, reader: str, answer: ReleaseAnswer, offer: Offer | None) -> None:
+        """A source answers `held` only where it did hold the blocks until now."""
+        if answer.answer == "held":
+            self._held.add((reader, answer.request_id, answer.epoch))
+            if offer is None or offer.outcome != "released":
+                said = "never offered" if offer is None else offer.outcome
+                self._world.violate(f"held, says the source of {answer.request_id}/{answer.epoch}, but it was {said}")
+
+    def landed(self, life: Life, seq_id: str) -> None:
+        """Nobody decodes from blocks that the source did not confirm."""
+        request_id, epoch, _ = seq_id.split("/")
+        if (life.incarnation, request_id, int(epoch)) not in self._held:
+            self._world.violate(f"{life.incarnation} decodes {seq_id} without the source's word")
+
+    def byte_lands(self, reader: str, block: BlockId) -> None:
+        """A block that bytes move into is set aside for that, or still in quarantine."""
+        life = next((one for one in self._world.lives.values() if one.incarnation == reader), None)
+        if life is not None and life.pool is not None and block not in life.pool._landing | life.pool._quarantined:
+            self._world.violate(f"bytes land in block {block} of {reader}, which is not set aside for them")
+
+    # --- deaths ---
+
+    def _buried(self, incarnation: str) -> None:
+        """The living are not buried: only who is dead, leaves, or could not speak."""
+        world = self._world
+        life = next((one for one in world.all_lives if one.incarnation == incarnation), None)
+        if life is None or not life.is_alive or life.stopping.is_set() or life.hung:
+            return
+        blind = life.proc.frozen or life.client.partitioned
+        if not blind and world.clock.now() - life.disturbed_at > 1.0:
+            world.violate(f"{incarnation} was buried alive")
+
+    def nobody_waits_for(self, life: Life) -> None:
+        """A worker whose step never ends has lost all that it had."""
+        for key, value in self._world.redis.store.data.items():
+            if b":req:" in key and value.get(b"st") in (b"dispatched", b"prefill", b"decode"):
+                holder = value[b"pw"] if value[b"st"] != b"decode" and value[b"pw"] != b"-" else value[b"dw"]
+                if holder == life.incarnation.encode():
+                    self._world.violate(f"{key.decode()} still waits for {life.incarnation}, which hangs")
+
+    def _check_leases(self) -> None:
+        """No lease outlives its deadline, once the reaper may reap."""
+        world = self._world
+        life = world.lives["scheduler-0"]
+        if not life.is_alive or life.scheduler is None or life.proc.frozen or life.client.partitioned:
+            return
+        if world.redis.down:
+            return
+        now, lease_s = world.clock.now(), world.settings.lease.lease_s
+        reaper = life.scheduler.reaper
+        quiet_since = max(reaper._quiet_since, life.link.last_outage or 0.0, life.disturbed_at, reaper.last_look - 0.5)
+        if now - quiet_since < lease_s + 1.0 or now - reaper.last_look > 1.0:
+            return
+        deadline_ms = world.redis.store.now_ms() - 1500
+        for member, score in (world.redis.store.get(world.keys.leases().encode()) or {}).items():
+            if score < deadline_ms:
+                world.violate(f"the lease of {member.decode()} is over by {deadline_ms - score + 1500:.0f} ms")
 
     def work_seen(self, life: Life, seq_id: str, step: int) -> None:
         """A seq is in a step: nobody may have told this worker, or anybody long ago, that it is cancelled."""
@@ -95,6 +174,7 @@ class Judge:
 
     def look(self) -> None:
         """Pools and books of everybody who is alive."""
+        self._check_leases()
         for key in [key for key in self._world.redis.store.data if b"}:worker:" in key]:
             self._check_credit(key)
         for life in self._world.lives.values():
@@ -166,7 +246,15 @@ class Judge:
         self._check_keys()
 
     def _may_fail(self, call: Call) -> bool:
-        return bool(self._world.plan.faults)
+        """Only if the queue is short, or its gateway was given up as dead because it could not speak for too long."""
+        if call.error.startswith("429"):
+            return self._world.plan.max_queued < 1000
+        blind_s, until = 0.0, 0.0
+        for start, end in sorted(self._troubles + self._gateways[call.ask.name].troubles):
+            if call.started_at - 10 < end and start < call.ended_at:
+                blind_s += max(0.0, end - max(start, until))
+                until = max(until, end)
+        return blind_s >= self._world.settings.lease.heartbeat_s * (MISSED_GREETINGS - 1)
 
     def _check_keys(self) -> None:
         """No key is left but those of the living and those that expire."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
+START_S = 1000.0
 MIX_P = 0.3  # how often a turn begins with a change of order
 
 
@@ -60,7 +61,7 @@ class VirtualLoop(base_events.BaseEventLoop):
         super().__init__()
         self._selector = _NoSelector()
         self._rng = random.Random(seed)
-        self._now = 1000.0
+        self._now = START_S
         self._num_frozen = 0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._num_timers = 0
@@ -69,6 +70,10 @@ class VirtualLoop(base_events.BaseEventLoop):
 
     def time(self) -> float:
         return self._now
+
+    def current_name(self) -> str:
+        """The process that runs just now."""
+        return PROC.get().name
 
     def freeze(self, proc: Proc) -> None:
         """The process gets no turn until it thaws; time goes on without it."""

@@ -14,7 +14,7 @@ from services.engine.block_pool import BlockPool
 from services.engine.engine import Engine
 from services.engine.fake_runner import FakeRunner
 from services.engine.planner import Planner, PlannerLimits
-from services.engine.types import StepPlan, StepResult
+from services.engine.types import SeqId, StepPlan, StepResult
 from services.gateway.generation import Services
 from services.gateway.keeper import Keeper
 from services.gateway.ports import NullObserver
@@ -28,12 +28,13 @@ from shared.bus import RedisBus
 from shared.errors import BatonError
 from shared.ids import Incarnation, WorkerId
 from shared.leases import Leases
-from shared.messages import PROTOCOL_VERSION, Registration, Role
+from shared.messages import PROTOCOL_VERSION, FirstToken, Registration, Role
 from shared.redis_link import RedisLink
 from shared.roster import Roster
 from shared.worker_link import WorkerLink
 from tests.sim.calls import BLOCK, Words
 from tests.sim.loop import Proc
+from tests.sim.plan import HANG_S
 from tests.sim.redis_sim import SimClient
 
 if TYPE_CHECKING:
@@ -56,9 +57,11 @@ class Life:
         self.over = anyio.Event()  # dead or ended: nothing of it reaches the world any more
         self.ready = False
         self.slowness = 1.0
+        self.hung = False
         self.stopping = anyio.Event()  # SIGTERM
         self.exit = ""
         self.disturbed_at = 0.0  # last time that it could not hear or act
+        self.troubles: list[tuple[float, float]] = []  # when it could not
         link = RedisLink(world.settings.redis, self.clock, self.client)
         self.link, self.keys, self.randomness = link, world.keys, world.randomness
         self.leases = Leases(link, self.keys, self.randomness)
@@ -66,6 +69,7 @@ class Life:
         self.bus = RedisBus(link, self.clock)
         # of workers
         self.engine: Engine | None = None
+        self.pool: BlockPool | None = None
         self.worker: PrefillWorker | DecodeWorker | None = None
         # of gateways
         self.services: Services | None = None
@@ -77,6 +81,11 @@ class Life:
     @property
     def is_alive(self) -> bool:
         return not self.over.is_set()
+
+    def wake(self, now: float, blind_s: float) -> None:
+        """It can hear and act again."""
+        self.disturbed_at = now
+        self.troubles.append((now - blind_s, now))
 
     async def live(self, main: Callable[[Life], Awaitable[None]]) -> None:
         """The process, from start to exit."""
@@ -108,6 +117,7 @@ class StepOffload:
         cost = world.rng.uniform(0.5, 1.5) * 0.0005
         if args and isinstance(args[0], StepPlan):
             cost = world.rng.uniform(0.8, 1.2) * (0.004 + 0.0004 * args[0].num_tokens) * self._life.slowness
+            cost += 2 * HANG_S * self._life.hung
         with anyio.CancelScope(shield=True):
             await world.clock.sleep(cost)
         return fn(*args)
@@ -133,6 +143,18 @@ class WatchedRunner:
         except AssertionError as exc:
             world.violate(f"{life.incarnation}: wrong KV: {exc}", exc)
             raise
+
+
+class WatchedEngine(Engine):
+    """Tells the judge of each landing."""
+
+    def __init__(self, life: Life, *args: Any) -> None:
+        super().__init__(*args)
+        self._life = life
+
+    def land(self, seq_id: SeqId, first: FirstToken) -> bool:
+        self._life.world.judge.landed(self._life, seq_id)
+        return super().land(seq_id, first)
 
 
 @dataclass
@@ -162,9 +184,9 @@ def build_engine(life: Life) -> tuple[Engine, Region]:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=min(config.num_blocks * BLOCK, 160),
     )
-    pool = BlockPool(config.num_blocks, BLOCK)
+    life.pool = BlockPool(config.num_blocks, BLOCK)
     runner = WatchedRunner(life, inner)
-    life.engine = Engine(Planner(pool, limits), runner, StepOffload(life), life.clock)
+    life.engine = WatchedEngine(life, Planner(life.pool, limits), runner, StepOffload(life), life.clock)
     return life.engine, region
 
 

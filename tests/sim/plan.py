@@ -1,13 +1,16 @@
 """What a seed decides before the world begins: sizes, clients and faults. A plan is data: it can be printed, shortened
 and run again."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 
 from tests.sim.calls import Ask, draw_asks
 
 FAULTS = ("crash", "freeze", "slow", "redis_down", "lost_replies", "cut", "flip", "kv_loss", "kv_repeat", "partition")
-RARE = ("wipe", "usurp", "drain", "jump", "ghost", "bad_steps")
+RARE = ("wipe", "usurp", "drain", "jump", "ghost", "bad_steps", "hang")
+HANG_S = 14.0
+"""A step that never ends: by then nobody may wait for that worker any more, and it is killed."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,18 @@ class Plan:
     num_gateways: int = 2
     num_blocks: int = 96
     max_attempts: int = 12
+    max_queued: int = 100_000
     thorough: bool = False
     check_every: int = 16  # steps between two checks of an engine
-    tags: frozenset[str] = field(default_factory=frozenset)
+    with_book: bool = True  # hold every script against the model of `book.py`
 
 
-def draw(seed: int, num_requests: int, *, calm: bool = False) -> Plan:
-    """The plan of a seed."""
+def draw(seed: int, num_requests: int, *, kinds: Sequence[str] | None = None, every_s: float = 0.8) -> Plan:
+    """The plan of a seed.
+
+    :param kinds: faults to choose from; None = all, some of them rarely; () = none.
+    :param every_s: mean time between two faults.
+    """
     rng = Random(f"plan {seed}")
     rate = rng.choice((40.0, 80.0, 120.0))
     asks = tuple(draw_asks(rng, num_requests, rate))
@@ -46,7 +54,7 @@ def draw(seed: int, num_requests: int, *, calm: bool = False) -> Plan:
     slots = [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]
     slots += ["gateway-0", "gateway-1", "scheduler-0", "index-0"]
     span = asks[-1].at
-    faults = () if calm else tuple(draw_faults(rng, span, slots))
+    faults = tuple(_draw_faults(rng, span, slots, kinds, every_s)) if kinds != () else ()
     return Plan(
         seed,
         asks,
@@ -54,25 +62,32 @@ def draw(seed: int, num_requests: int, *, calm: bool = False) -> Plan:
         num_prefill,
         num_decode,
         num_blocks=rng.choice((48, 96, 160)),
+        max_queued=30 if seed % 8 == 7 else 100_000,
         thorough=seed % 4 == 0,
+        with_book=seed % 3 == 0,
     )
 
 
-def draw_faults(rng: Random, span: float, slots: list[str]) -> list[Fault]:
-    faults, at = [], rng.expovariate(2.0)
+def _draw_faults(
+    rng: Random, span: float, slots: list[str], kinds: Sequence[str] | None, every_s: float
+) -> list[Fault]:
+    faults, at = [], rng.expovariate(2 / every_s)
     while at < span:
-        faults.append(_fault(rng, at, slots))
-        at += rng.expovariate(1 / 0.8)
+        faults.append(_fault(rng, at, slots, kinds or (FAULTS if rng.random() < 0.75 else RARE)))
+        at += rng.expovariate(1 / every_s)
     return faults
 
 
-def _fault(rng: Random, at: float, slots: list[str]) -> Fault:
-    kind = rng.choice(FAULTS if rng.random() < 0.75 else RARE)
+def _fault(rng: Random, at: float, slots: list[str], kinds: Sequence[str]) -> Fault:
+    kind = rng.choice(kinds)
+    workers = [slot for slot in slots if slot.startswith(("prefill", "decode"))]
     match kind:
         case "crash" | "cut":
             return Fault(at, kind, rng.choice(slots))
         case "drain":
-            return Fault(at, kind, rng.choice([s for s in slots if s.startswith(("prefill", "decode"))]))
+            return Fault(at, kind, rng.choice(workers))
+        case "hang":
+            return Fault(at, kind, rng.choice(workers), HANG_S)
         case "wipe" | "usurp" | "ghost":
             return Fault(at, kind)
         case "jump":

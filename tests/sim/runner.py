@@ -1,13 +1,14 @@
 """Runs plans: one, many, or one made as short as it can be."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
-from tests.sim.loop import VirtualLoop
+from tests.sim.loop import START_S, VirtualLoop
 from tests.sim.plan import Plan
 from tests.sim.world import World
 
@@ -26,11 +27,25 @@ class Report:
     log: tuple[str, ...]
 
 
+LOG_LEVEL = 40
+"""What the services log from this level on stands in a report's log: errors; 30 = warnings too, which costs time."""
+
+
 @contextmanager
-def silence() -> Iterator[None]:
-    """No logs: millions of events are told otherwise."""
+def logs_to(log: list[str], loop: VirtualLoop) -> Iterator[None]:
+    """The services' logs go into a list."""
+
+    def keep(_logger: object, _name: str, event: MutableMapping[str, Any]) -> Any:
+        who = loop.current_name()
+        log.append(f"{loop.time() - START_S:8.3f}s {who}: {' '.join(f'{k}={v}' for k, v in event.items())}"[:300])
+        raise structlog.DropEvent
+
     before = structlog.get_config()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50), cache_logger_on_first_use=False)
+    structlog.configure(
+        processors=[keep],
+        wrapper_class=structlog.make_filtering_bound_logger(LOG_LEVEL),
+        cache_logger_on_first_use=False,
+    )
     try:
         yield
     finally:
@@ -42,9 +57,10 @@ def run(plan: Plan, overrides: dict[str, str] | None = None) -> Report:
     loop = VirtualLoop(plan.seed)
     loop.set_exception_handler(lambda _loop, _context: None)
     gc.disable()  # by the number of objects, so at other moments in every run
-    with silence():
+    log: list[str] = []
+    with logs_to(log, loop):
         try:
-            world = loop.run_until_complete(_main(loop, plan, overrides))
+            world = loop.run_until_complete(_main(loop, plan, overrides, log))
         finally:
             _end(loop)
     outcomes: dict[str, int] = {}
@@ -62,8 +78,8 @@ def run(plan: Plan, overrides: dict[str, str] | None = None) -> Report:
     )
 
 
-async def _main(loop: VirtualLoop, plan: Plan, overrides: dict[str, str] | None) -> World:
-    world = World(loop, plan, overrides)
+async def _main(loop: VirtualLoop, plan: Plan, overrides: dict[str, str] | None, log: list[str]) -> World:
+    world = World(loop, plan, overrides, log)
     await world.run(LIMIT_S)
     return world
 

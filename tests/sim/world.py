@@ -7,7 +7,6 @@ from random import Random
 
 import anyio
 
-from services.transfer.fake import FakeNetwork, Faults
 from shared.clock import Clock
 from shared.config import (
     EngineConfig,
@@ -26,6 +25,7 @@ from tests.sim.loop import VirtualLoop
 from tests.sim.machines import MAINS, Life
 from tests.sim.plan import Fault, Plan
 from tests.sim.redis_sim import SimRedis
+from tests.sim.wire import WatchedNetwork
 
 RESTART_S = 0.3
 
@@ -53,7 +53,7 @@ class Violation(AssertionError):
 def settings_of(plan: Plan) -> Settings:
     return Settings(
         redis=RedisConfig(cell="sim", retry_s=6.0),
-        gateway=GatewayConfig(max_queued=400),
+        gateway=GatewayConfig(max_queued=plan.max_queued),
         scheduler=SchedulerConfig(
             min_handoff_tokens=6, growth_tokens=8, max_attempts=plan.max_attempts, reap_every_s=0.25
         ),
@@ -66,8 +66,8 @@ def settings_of(plan: Plan) -> Settings:
 class World:
     """Owner of all that the services share, and of the faults. `violations` must stay empty."""
 
-    def __init__(self, loop: VirtualLoop, plan: Plan, overrides: dict[str, str] | None = None) -> None:
-        self.loop, self.plan = loop, plan
+    def __init__(self, loop: VirtualLoop, plan: Plan, overrides: dict[str, str] | None, log: list[str]) -> None:
+        self.loop, self.plan, self.log = loop, plan, log
         self.rng = Random(f"world {plan.seed}")
         self.clock: Clock = LoopClock(loop)
         self.began = loop.time()
@@ -75,12 +75,11 @@ class World:
         self.keys = Keys("sim")
         self.randomness = SeededRandomness(plan.seed)
         self.redis = SimRedis(loop, Random(f"redis {plan.seed}"), overrides)
-        self.network = FakeNetwork(self.clock, Faults())
+        self.network = WatchedNetwork(self)
         self.lives: dict[str, Life] = {}
         self.all_lives: list[Life] = []
         self.calls = [Call(ask) for ask in plan.asks]
         self.violations: list[str] = []
-        self.log: list[str] = []
         self.stopping = False
         self.failed = anyio.Event()
         self.step_fails = 0
@@ -195,14 +194,14 @@ class World:
         if life is not None and life.is_alive:
             self.loop.freeze(life.proc)
             await self.clock.sleep(fault.seconds)
-            life.disturbed_at = self.clock.now()
+            life.wake(self.clock.now(), fault.seconds)
             self.loop.thaw(life.proc)
 
     async def _suffer_partition(self, fault: Fault, life: Life | None) -> None:
         if life is not None and life.is_alive:
             life.client.partitioned = True
             await self.clock.sleep(fault.seconds)
-            life.disturbed_at = self.clock.now()
+            life.wake(self.clock.now(), fault.seconds)
             life.client.rejoin()
 
     async def _suffer_slow(self, fault: Fault, life: Life | None) -> None:
@@ -214,14 +213,14 @@ class World:
     async def _suffer_redis_down(self, fault: Fault, life: Life | None) -> None:
         self.redis.stop()
         await self.clock.sleep(fault.seconds)
-        self.judge.disturbed_at = self.clock.now() + 1.0  # retries are up to half a second apart
+        self.judge.disturb(fault.seconds)
         self.redis.start()
 
     async def _suffer_lost_replies(self, fault: Fault, life: Life | None) -> None:
         self.redis.network.lose_reply_p = fault.amount
         await self.clock.sleep(fault.seconds)
         self.redis.network.lose_reply_p = 0.0
-        self.judge.disturbed_at = self.clock.now() + 1.0
+        self.judge.disturb(fault.seconds)
 
     async def _suffer_cut(self, fault: Fault, life: Life | None) -> None:
         if life is not None:
@@ -277,6 +276,15 @@ class World:
 
     async def _suffer_ghost(self, fault: Fault, life: Life | None) -> None:
         self.judge.haunt()
+
+    async def _suffer_hang(self, fault: Fault, life: Life | None) -> None:
+        """A step that never ends, while the rest of the process goes on."""
+        if life is not None and life.is_alive and life.engine is not None:
+            life.hung = True
+            await self.clock.sleep(fault.seconds)
+            if life.is_alive:
+                self.judge.nobody_waits_for(life)
+            self.crash(life)
 
     async def _suffer_bad_steps(self, fault: Fault, life: Life | None) -> None:
         self.step_fails += int(fault.amount)

@@ -81,7 +81,8 @@ class Cell:
     """Requests and workers; implements the scheduler's ports. `down` makes every call fail."""
 
     def __init__(self, clock: Clock) -> None:
-        self.bus, self.keys = MemoryBus(clock), Keys("t")
+        self.bus, self.keys, self.clock = MemoryBus(clock), Keys("t"), clock
+        self.time_jump_s = 0.0  # how far Redis' clock was set forward
         self.records: dict[RequestId, Record] = {}
         self.fleet: dict[Incarnation, Worker] = {}
         self.overdue: list[tuple[RequestId, int]] = []  # what `expired` answers
@@ -230,6 +231,10 @@ class Cell:
     async def stream_lengths(self, *channels: Channel[Any]) -> list[int]:
         self._called("stream_lengths")
         return [self.bus.depth(channel) for channel in channels]
+
+    async def redis_now_ms(self) -> int:
+        self._called("redis_now_ms")
+        return int((self.clock.now() + self.time_jump_s) * 1000)
 
     async def deployment_key(self) -> bytes:
         self._called("deployment_key")

@@ -162,3 +162,16 @@ async def test_the_length_of_every_stream_is_measured(cell: Cell, desk: Desk, cl
     lengths = desk.scheduler.stats().num_stream_entries
     assert lengths["kv"] == 1
     assert lengths["work"] == cell.bus.depth(cell.keys.work(Incarnation("d0")))
+
+
+async def test_a_jump_of_redis_clock_kills_nobody(cell: Cell, desk: Desk, clock: ManualClock) -> None:
+    """Set forward, it makes every deadline look missed; the living renew within a lease period."""
+    await a_running_request(cell, desk)
+    clock.advance(2 * LEASE_S)
+    await desk.scheduler.reaper.look()
+    cell.time_jump_s, cell.overdue = 3600.0, [(RequestId("a"), 1)]
+    await desk.scheduler.reaper.look()
+    assert "requeue" not in cell.calls
+    clock.advance(LEASE_S)
+    await desk.scheduler.reaper.look()
+    assert cell.calls["requeue"] == 1, "who has not renewed by then is lost"

@@ -1,0 +1,241 @@
+"""The life of a request as a model: what each script must answer and leave behind, in plain Python.
+
+Written from the contracts in `shared/leases.py`, not from the Lua. It sees every script in the order of their effects
+and compares the answer, the request's record, its token log and what was said to whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from shared.keys import Keys
+from shared.messages import Cancel, ControlMsg, EpochRaised, Finished, GatewayMsg
+from tests.sim.redis_store import Store, Stream
+
+LIVE = ("dispatched", "prefill", "decode")
+_gateway = msgspec.msgpack.Decoder(GatewayMsg).decode
+_control: Callable[[bytes], Any] = msgspec.msgpack.Decoder(ControlMsg).decode
+
+
+@dataclass
+class Record:
+    """One request."""
+
+    gateway: str
+    epoch: int
+    state: str = "queued"
+    attempt: str = ""
+    holder: str = ""
+    prefill: str = ""
+    decode: str = ""
+    tries: int = 0
+    log: list[int] = field(default_factory=list)
+    finished: int = 0
+
+
+class Book:
+    """Checks scripts against the model. `complain(text)` is called for each difference."""
+
+    def __init__(self, store: Store, keys: Keys, complain: Callable[[str], None]) -> None:
+        self._store, self._keys, self._complain = store, keys, complain
+        self._records: dict[str, Record] = {}
+        self._said: dict[bytes, tuple[int, int]] = {}  # stream -> last id seen
+
+    def forget_all(self) -> None:
+        """Redis is empty."""
+        self._records.clear()
+
+    def script_ran(self, name: str, keys: list[Any], args: list[Any], answer: Any) -> None:
+        check = getattr(self, f"_after_{name}", None)
+        if check is not None:
+            check([_text(key) for key in keys], args, answer)
+
+    # --- what each script must do ---
+
+    def _after_admit(self, keys: list[str], args: list[Any], answer: bytes) -> None:
+        request_id = str(args[0])
+        known = request_id in self._records
+        if answer == b"admitted":
+            self._expect(not known, f"{request_id} admitted twice")
+            self._records[request_id] = Record(str(args[2]), int(args[5]), log=_unpack(args[6]))
+            self._compare(request_id)
+        elif answer == b"duplicate":
+            self._expect(known, f"{request_id} is no duplicate")
+
+    def _after_dispatch(self, keys: list[str], args: list[Any], answer: bytes) -> None:
+        request_id, epoch, attempt = str(args[0]), int(args[1]), str(args[2])
+        record = self._records.get(request_id)
+        if answer != b"dispatched":
+            return
+        if record is None:
+            self._complain(f"{request_id} dispatched, but nobody knows it")
+            return
+        if record.attempt == attempt and record.epoch == epoch:
+            return  # the same again
+        self._expect(record.state == "queued" and record.epoch == epoch, f"{request_id} dispatched while {record}")
+        record.state, record.attempt = "dispatched", attempt
+        record.decode, record.prefill = str(args[4]), str(args[7])
+        record.holder = ""
+        self._compare(request_id)
+
+    def _after_accept(self, keys: list[str], args: list[Any], answer: int) -> None:
+        request_id, epoch, attempt, holder, phase = str(args[0]), int(args[1]), str(args[2]), str(args[3]), str(args[4])
+        record = self._records.get(request_id)
+        want = 0
+        if record is not None and self._is_fence(record, epoch, attempt):
+            want = 2 if record.state == "decode" and phase == "prefill" else 1
+            if want == 1:
+                record.state, record.holder = phase, holder
+        self._expect(answer == want, f"accept of {request_id}/{epoch} by {holder}: {answer}, expected {want}")
+        self._compare(request_id)
+
+    def _after_renew(self, keys: list[str], args: list[Any], answers: list[int]) -> None:
+        holder = str(args[0])
+        for i, answer in enumerate(answers):
+            request_id, epoch, attempt = str(args[2 + 3 * i]), int(args[3 + 3 * i]), str(args[4 + 3 * i])
+            record = self._records.get(request_id)
+            want = 0
+            if record is not None and self._is_fence(record, epoch, attempt) and record.state != "dispatched":
+                want = 1 if record.holder == holder else 2
+            self._expect(answer == want, f"renew of {request_id}/{epoch} by {holder}: {answer}, expected {want}")
+
+    def _after_emit(self, keys: list[str], args: list[Any], answers: list[int]) -> None:
+        for i, answer in enumerate(answers):
+            epoch, attempt, index = int(args[5 * i]), str(args[5 * i + 1]), int(args[5 * i + 2])
+            request_id = keys[1 + 2 * i].rsplit(":", 1)[1]
+            record = self._records.get(request_id)
+            want = 0
+            if record is not None and self._is_fence(record, epoch, attempt):
+                want = -1 if index > len(record.log) else 1
+                if want == 1:
+                    record.log += _unpack(args[5 * i + 3])[len(record.log) - index :]
+            self._expect(answer == want, f"emit of {request_id}/{epoch}: {answer}, expected {want}")
+            self._compare(request_id)
+
+    def _after_complete(self, keys: list[str], args: list[Any], answer: int) -> None:
+        request_id, epoch, attempt = str(args[0]), int(args[1]), str(args[2])
+        record = self._records.get(request_id)
+        want = int(record is not None and self._is_fence(record, epoch, attempt))
+        self._expect(answer == want, f"complete of {request_id}/{epoch}: {answer}, expected {want}")
+        if record is not None and want:
+            self._end(request_id, record, "done")
+            self._expect(
+                self._field(keys[6], request_id, epoch) is None, f"complete of {request_id}/{epoch} keeps its credit"
+            )
+
+    def _after_cancel(self, keys: list[str], args: list[Any], answer: bytes) -> None:
+        request_id = str(args[0])
+        record = self._records.get(request_id)
+        is_live = record is not None and record.state in ("queued", *LIVE)
+        if answer == b"gone":
+            self._expect(not is_live, f"cancel of {request_id}: gone, but it is {record}")
+        elif answer == b"cancelled":
+            if record is None or not is_live:
+                self._complain(f"cancelled {request_id}, which is {record}")
+                return
+            holders = [h for h in (record.prefill, record.decode) if h not in ("", "-")]
+            told = holders if record.state != "queued" else []
+            self._end(request_id, record, "cancelled")
+            for holder in told:
+                self._expect_told(holder, request_id, record.epoch)
+
+    def _after_requeue(self, keys: list[str], args: list[Any], answer: bytes) -> None:
+        request_id, epoch = str(args[0]), int(args[1])
+        record = self._records.get(request_id)
+        if answer == b"stale":
+            return
+        if record is None:
+            self._complain(f"requeue of {request_id}, which nobody knows")
+            return
+        self._expect(record.state in LIVE and record.epoch == epoch, f"requeue of {request_id}/{epoch}: {record}")
+        told = [h for h in (record.prefill, record.decode) if h not in ("", "-")]
+        if answer == b"failed":
+            self._end(request_id, record, "done")
+        else:
+            record.state, record.epoch, record.tries = "queued", epoch + 1, record.tries + 1
+            record.attempt = record.holder = record.prefill = record.decode = ""
+            last = self._last(self._keys.tokens(record.gateway).key, _gateway)  # type: ignore[arg-type]
+            marker = EpochRaised(request_id, epoch + 1, len(record.log))  # type: ignore[arg-type]
+            self._expect(last == marker, f"requeue of {request_id}/{epoch}: {last} instead of {marker}")
+            self._compare(request_id)
+        for holder in told:
+            self._expect_told(holder, request_id, epoch)
+
+    def _after_fail(self, keys: list[str], args: list[Any], answer: int) -> None:
+        record = self._records.get(str(args[0]))
+        if answer:
+            if record is None or record.state != "queued":
+                self._complain(f"fail of {args[0]}, which is {record}")
+                return
+            self._end(str(args[0]), record, "done")
+
+    # --- helpers ---
+
+    @staticmethod
+    def _is_fence(record: Record, epoch: int, attempt: str) -> bool:
+        return record.state in LIVE and (record.epoch, record.attempt) == (epoch, attempt)
+
+    def _end(self, request_id: str, record: Record, state: str) -> None:
+        record.state = state
+        record.finished += 1
+        self._expect(record.finished == 1, f"{request_id} ended {record.finished} times")
+        last = self._last(self._keys.tokens(record.gateway).key, _gateway)  # type: ignore[arg-type]
+        self._expect(
+            isinstance(last, Finished) and last.request_id == request_id, f"end of {request_id}: {last} was said"
+        )
+        fields = self._store.get(self._keys.request(request_id).encode()) or {}  # type: ignore[arg-type]
+        self._expect(fields.get(b"st") == state.encode(), f"{request_id} is {fields.get(b'st')}, expected {state}")
+        for name in (self._keys.queued(), self._keys.leases()):
+            members = self._store.get(name.encode()) or {}
+            self._expect(request_id.encode() not in members, f"{request_id} ended and is in {name}")
+        self._expect(self._keys.request(request_id).encode() in self._store.deadlines, f"{request_id} never expires")  # type: ignore[arg-type]
+
+    def _compare(self, request_id: str) -> None:
+        """The record in Redis is the model's."""
+        record = self._records.get(request_id)
+        if record is None:
+            return
+        fields = self._store.get(self._keys.request(request_id).encode()) or {}  # type: ignore[arg-type]
+        want = (record.state, record.epoch, record.attempt, record.holder)
+        have = (_of(fields, b"st"), int(fields.get(b"ep", 0)), _of(fields, b"at"), _of(fields, b"ho"))
+        self._expect(have == want, f"{request_id} is {have}, expected {want}")
+        log = self._store.get(self._keys.log(request_id).encode()) or b""  # type: ignore[arg-type]
+        self._expect(len(log) == 4 * len(record.log), f"log of {request_id}: {len(log) // 4}, expected {record.log}")
+        queued = request_id.encode() in (self._store.get(self._keys.queued().encode()) or {})
+        self._expect(queued == (record.state == "queued"), f"{request_id} is {record.state}, in the queue: {queued}")
+        leased = request_id.encode() in (self._store.get(self._keys.leases().encode()) or {})
+        self._expect(leased == (record.state in LIVE[1:]), f"{request_id} is {record.state}, leased: {leased}")
+
+    def _expect_told(self, holder: str, request_id: str, epoch: int) -> None:
+        last = self._last(self._keys.control(holder).key, _control)  # type: ignore[arg-type]
+        told = isinstance(last, Cancel) and (last.request_id, last.epoch) == (request_id, epoch)
+        self._expect(told, f"{holder} was not told that {request_id}/{epoch} is over")
+
+    def _last(self, key: str, decode: Callable[[bytes], Any]) -> Any:
+        stream = self._store.get(key.encode(), Stream)
+        if stream is None or not stream.ids:
+            return None
+        return decode(stream.entries[stream.ids[-1]][-1])
+
+    def _field(self, key: str, request_id: str, epoch: int) -> bytes | None:
+        return (self._store.get(key.encode()) or {}).get(f"{request_id}/{epoch}".encode())
+
+    def _expect(self, holds: bool, text: str) -> None:
+        if not holds:
+            self._complain(text)
+
+
+def _text(key: Any) -> str:
+    return key.decode() if isinstance(key, bytes) else str(key)
+
+
+def _of(fields: dict[bytes, bytes], name: bytes) -> str:
+    return fields.get(name, b"").decode()
+
+
+def _unpack(packed: bytes) -> list[int]:
+    return [int.from_bytes(packed[i : i + 4], "little") for i in range(0, len(packed), 4)]
