@@ -5,7 +5,7 @@ if r[1] ~= 'queued' or r[2] ~= ARGV[2] then return 0 end
 redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('XADD', KEYS[3], '*', 'm', ARGV[3])
 redis.call('XADD', KEYS[4], '*', 'm', ARGV[4])
-redis.call('HSET', KEYS[1], 'st', 'done')
+redis.call('HSET', KEYS[1], 'st', 'done', 'fin', ARGV[3])
 redis.call('HDEL', KEYS[1], 'body')
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
 redis.call('PEXPIRE', KEYS[5], ARGV[5])

@@ -21,7 +21,7 @@ local epoch = tonumber(ARGV[2]) + 1
 if tonumber(r[6]) + 1 >= tonumber(ARGV[6]) then
   redis.call('XADD', KEYS[4], '*', 'm', ARGV[9])
   redis.call('XADD', KEYS[5], '*', 'm', ARGV[10])
-  redis.call('HSET', KEYS[1], 'st', 'done')
+  redis.call('HSET', KEYS[1], 'st', 'done', 'fin', ARGV[9])
   redis.call('PEXPIRE', KEYS[1], ARGV[11])
   redis.call('PEXPIRE', KEYS[6], ARGV[11])
   return 'failed'
