@@ -278,11 +278,15 @@ class Leases:
         return await self._link.call(lambda: self._link.client.hmget(self._keys.request(request_id), *names))
 
     async def _with_epochs(self, ids: Sequence[bytes]) -> list[Admitted]:
-        pipe = self._link.client.pipeline(transaction=False)
         requests = [RequestId(raw.decode()) for raw in ids]
-        for request_id in requests:
-            pipe.hget(self._keys.request(request_id), "ep")
-        epochs = await self._link.call(pipe.execute) if ids else []
+
+        async def ask() -> list[bytes | None]:
+            pipe = self._link.client.pipeline(transaction=False)  # a used one is empty: each try makes its own
+            for request_id in requests:
+                pipe.hget(self._keys.request(request_id), "ep")
+            return await pipe.execute()
+
+        epochs = await self._link.call(ask) if ids else []
         pairs = zip(requests, epochs, strict=True)
         return [Admitted(request_id=request_id, epoch=int(epoch or 0)) for request_id, epoch in pairs]
 

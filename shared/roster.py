@@ -57,15 +57,19 @@ class Roster:
         scored = await self._link.call(lambda: self._link.client.zrange(self._keys.workers(), 0, -1, withscores=True))
         if not scored:
             return []
-        pipe = self._link.client.pipeline(transaction=False)
-        for incarnation, _ in scored:
-            pipe.hmget(self._keys.worker(Incarnation(incarnation.decode())), "reg", "state", "taken")
-        rows = await self._link.call(pipe.execute)
+
+        async def ask() -> list[list[bytes | None]]:
+            pipe = self._link.client.pipeline(transaction=False)  # a used one is empty: each try makes its own
+            for incarnation, _ in scored:
+                pipe.hmget(self._keys.worker(Incarnation(incarnation.decode())), "reg", "state", "taken")
+            return await pipe.execute()
+
+        rows = await self._link.call(ask)
         views = []
         for (_, deadline), (reg, state, taken) in zip(scored, rows, strict=True):
             if reg is not None:
                 alive = deadline > now_ms and state != b"dead"
-                views.append(WorkerView(decode_registration(reg), alive, state == b"draining", int(taken)))
+                views.append(WorkerView(decode_registration(reg), alive, state == b"draining", int(taken or 0)))
         return sorted(views, key=lambda view: (view.registration.worker_id, view.registration.incarnation))
 
     async def held(self, incarnation: Incarnation) -> list[tuple[RequestId, int]]:
