@@ -15,8 +15,10 @@ class StreamLengths:
 
     async def look(self) -> None:
         """:raises BusError: Redis was away for too long."""
+        self.lengths = dict(zip(self._streams, await self._link.call(self._ask), strict=True))
+
+    async def _ask(self) -> list[int]:
         pipe = self._link.client.pipeline(transaction=False)
         for key in self._streams.values():
             pipe.xlen(key)
-        found = await self._link.call(pipe.execute)
-        self.lengths = dict(zip(self._streams, found, strict=True))
+        return await pipe.execute()

@@ -153,18 +153,20 @@ class Submissions:
         )
         return self._entries(reply[0][1]) if reply else []
 
-    async def claim(self, min_idle_s: float) -> list[Submission]:
+    async def claim(self, min_idle_s: float, max_entries: int) -> list[Submission]:
         """Entries of gateways that were silent for so long, and this one's own that it knows nothing of."""
         key, run = self._keys.submit(), self._link.client.execute_command
         found: list[Submission] = []
         cursor = b"0-0"
-        while True:
-            args = ("XAUTOCLAIM", key, GROUP, self._owner, int(min_idle_s * 1000), cursor, "COUNT", _CLAIM_AT_ONCE)
+        while len(found) < max_entries:
+            count = min(_CLAIM_AT_ONCE, max_entries - len(found))
+            args = ("XAUTOCLAIM", key, GROUP, self._owner, int(min_idle_s * 1000), cursor, "COUNT", count)
             reply = await with_group(self._link, key, GROUP, lambda a=args: self._link.call(lambda: run(*a)))
             cursor, entries = reply[0], reply[1]
             found += self._entries([entry for entry in entries if entry and entry[1]])
             if cursor == b"0-0":
-                return found
+                break
+        return found
 
     async def open(self, s: Submission) -> Progress | None:
         """Own the submission. None: it is a repeat of another entry, or has ended; it is acknowledged."""
