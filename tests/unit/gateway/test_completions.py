@@ -175,7 +175,7 @@ async def test_a_stop_string_across_tokens_ends_the_text_and_cancels_the_work(ga
             whole = await complete(client, **body)
             text, reason = whole["choices"][0]["text"], whole["choices"][0]["finish_reason"]
             assert whole["usage"]["completion_tokens"] == len(gateway.ids("one two EN")) + 1
-            assert whole["usage"]["prompt_tokens_details"] is None  # the worker had not told yet
+            assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}  # told with the first token
         await gateway.port.cancel_seen.wait()
     assert (text, reason) == ("one two ", "stop")
     assert gateway.port.cancelled == [(gateway.port.admitted[0].request_id, "stop string")]
