@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import redis
 
-from shared.ids import Incarnation
 from shared.keys import Keys
 from tests.flow.stack import Stack
 from tests.oracle.oracle import Greedy, Oracle, first_difference
