@@ -267,6 +267,7 @@ async def test_a_running_request_goes_on_at_its_new_gateway(queue: Queue, cell: 
     fence = await dispatched(cell)
     gateway = Incarnation("gw1")
     r = fence.request_id
+    assert await cell.leases.accept(fence, P, "prefill", 10.0) == "held"
     assert await cell.leases.emit(gateway, [(Tokens(r, 1, 0, 0, (7, 8)), A1)]) == [True]
     await cell.seen(KEYS.sched())
     await cell.seen(KEYS.work(D))
@@ -284,7 +285,8 @@ async def test_a_running_request_goes_on_at_its_new_gateway(queue: Queue, cell: 
     assert state is not None
     assert (state.epoch, state.output, state.request.gateway) == (2, (7, 8), B)
     assert [q.request_id for q in await cell.leases.queued()] == [r]
-    assert await cell.leases.expired() == []
+    assert await queue.link.client.zcard(KEYS.leases()) == 0
+    assert await cell.roster.held(P) == []
 
 
 async def test_an_ended_request_tells_its_end_once_more(queue: Queue, cell: Cell) -> None:
