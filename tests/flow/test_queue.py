@@ -1,7 +1,12 @@
 """Submissions through Redis: answered once, whatever dies meanwhile."""
 
+import contextlib
+import io
 import json
+import os
 import random
+import re
+import subprocess
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -12,8 +17,9 @@ import pytest
 import redis
 
 from shared.keys import Keys
-from tests.flow.stack import Stack
+from tests.flow.stack import ROOT, Stack
 from tests.oracle.oracle import Greedy, Oracle, first_difference
+from tests.redis_server import find_binary
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(300)]
 KEYS = Keys("baton")
@@ -22,12 +28,20 @@ PROMPTS = [f"{i} the keeper of the light and the storm " * (1 + i % 5) for i in 
 MAX_TOKENS = 48
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def queue(tiny_model: Path) -> Iterator[Stack]:
     """A cell whose queue is short, so that submissions wait for room, and whose gateways are missed soon."""
     settings = {"gateway__max_queued": 48, "gateway__submission_lease_s": 1.5, "lease__lease_s": 3.0}
     with Stack(prefill=1, decode=1, model__path=tiny_model, engine__num_blocks=600, **settings) as stack:
         yield stack
+
+
+def example(language: str, stack: Stack) -> str:
+    """The README's example of a client of the queue, as it stands but for the place of the socket."""
+    blocks = re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    (found,) = [block for block in blocks if ":submit" in block]
+    assert ".run/8000/sockets/redis.sock" in found
+    return found.replace(".run/8000/sockets/redis.sock", str(stack.redis.socket))
 
 
 def submit(client: "redis.Redis[str]", name: str, body: dict[str, Any], **fields: Any) -> None:
@@ -111,5 +125,57 @@ def test_two_hundred_submissions_outlive_their_gateway_and_redis(queue: Stack, t
     assert sorted(entry["id"] for entry in mirrored) == sorted(f"job-{i}" for i in range(NUM_SUBMISSIONS))
     queue.wait_until(lambda: client.xlen(KEYS.submit()) == 0, "every entry acknowledged")
     assert client.xlen(KEYS.dead()) == 0
+    figures = queue.metrics("gateway")
+    assert figures["gateway_repaired_tokens_total"] > 0, "nothing was in the middle when the gateway died"
+    assert figures["gateway_submissions_repeats_total"] > 0
+    assert figures["gateway_submissions_waits_total"] > 0, "nothing had to wait for room"
     queue.wait_idle()
     client.close()
+
+
+def test_the_readmes_python_client_prints_the_answer(queue: Stack) -> None:
+    """Text as it comes, then the whole response; the same once more, from the middle."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        names: dict[str, Any] = {}
+        exec(example("python", queue), names)  # noqa: S102 - our own README
+    answer = json.loads(names["answer"])
+    text = answer["choices"][0]["message"]["content"]
+    assert answer["object"] == "chat.completion"
+    assert printed.getvalue().startswith(text)
+    num_tokens = answer["usage"]["completion_tokens"]
+    assert num_tokens > 2
+    whole, _, _ = read_result(names["client"], "question-1")
+    rest, _, end = read_result(names["client"], "question-1", num_tokens - 2)
+    assert rest == whole[-2:]
+    assert json.loads(end["result"]) == answer
+    names["client"].close()
+
+
+def test_the_readmes_redis_cli_client_prints_the_answer(queue: Stack) -> None:
+    """In a plain shell."""
+    path = f"{Path(find_binary()).parent}:{os.environ['PATH']}"
+    out = subprocess.run(
+        ["sh", "-c", example("sh", queue)],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    *_, kind, answer = out.splitlines()
+    assert kind == "result"
+    assert json.loads(answer)["usage"]["completion_tokens"] <= 8
+
+
+def test_the_streams_lengths_are_metrics(queue: Stack) -> None:
+    """What Redis holds is seen: the dead letter here, and nothing waiting once all is done."""
+    names = ("sched", "kv", "index", "submit", "dead", "tokens")
+    queue.redis_call("XADD", KEYS.submit(), "*", "id", "bad one", "request", "{}")
+
+    def settled() -> bool:
+        values = queue.metrics("gateway")
+        lengths = {name: values[f"gateway_stream_length_{name}"] for name in names}
+        return lengths == dict.fromkeys(names, 0.0) | {"dead": 1.0} and values["gateway_submissions_dead_total"] == 1
+
+    queue.wait_until(settled, "the dead letter is counted")
