@@ -110,7 +110,7 @@ class RedisReader:
         def command(block_ms: int) -> list[Any]:
             return ["XREAD", "COUNT", 256, "BLOCK", block_ms, "STREAMS", *self._last, *self._last.values()]
 
-        reply = await _blocking(self._link, self._clock, command, timeout_s)
+        reply = await blocking(self._link, self._clock, command, timeout_s)
         found = dict(reply)
         out: list[Delivery] = []
         for key, channel in self._channels.items():
@@ -141,7 +141,7 @@ class RedisGroupReader:
                 *("COUNT", 64, "BLOCK", block_ms, "STREAMS", self._channel.key, ">"),
             ]
 
-        reply = await self._with_group(lambda: _blocking(self._link, self._clock, command, timeout_s))
+        reply = await self._with_group(lambda: blocking(self._link, self._clock, command, timeout_s))
         return self._decode(reply[0][1]) if reply else []
 
     async def ack(self, deliveries: Sequence[Delivery]) -> None:
@@ -160,21 +160,26 @@ class RedisGroupReader:
         return [decode_entry(self._channel, entry_id, fields[1::2]) for entry_id, fields in entries]
 
     async def _with_group(self, command: Callable[[], Awaitable[T]]) -> T:
-        try:
-            return await command()
-        except BusError as exc:
-            if "NOGROUP" not in str(exc):
-                raise
-        create = ("XGROUP", "CREATE", self._channel.key, self._group, "0", "MKSTREAM")
-        try:
-            await self._link.call(lambda: self._link.client.execute_command(*create))
-        except BusError as exc:
-            if "BUSYGROUP" not in str(exc):
-                raise
+        return await with_group(self._link, self._channel.key, self._group, command)
+
+
+async def with_group(link: RedisLink, key: str, group: str, command: Callable[[], Awaitable[T]]) -> T:
+    """Run a command of a consumer group; the group is made, from the oldest entry, if there is none."""
+    try:
         return await command()
+    except BusError as exc:
+        if "NOGROUP" not in str(exc):
+            raise
+    create = ("XGROUP", "CREATE", key, group, "0", "MKSTREAM")
+    try:
+        await link.call(lambda: link.client.execute_command(*create))
+    except BusError as exc:
+        if "BUSYGROUP" not in str(exc):
+            raise
+    return await command()
 
 
-async def _blocking(
+async def blocking(
     link: RedisLink, clock: Clock, command: Callable[[int], list[Any]], timeout_s: float | None
 ) -> list[Any]:
     """Repeat a bounded blocking command until it gives something or the caller's time is over."""

@@ -44,6 +44,10 @@ class GatewayConfig(Section, frozen=True):
     max_body_bytes: int = 8 << 20
     default_max_tokens: int = 256  # chat completions that name none
     prefix_salt: str = ""  # scopes prefix sharing to deployments of the same salt
+    client_stall_s: float = 30.0  # an HTTP client that reads nothing for so long is cancelled
+    max_submissions: int = 256  # of the Redis queue, in work here at once; others stay in the stream
+    submission_lease_s: float = 10.0  # a gateway silent for so long loses its submissions to another
+    result_ttl_s: float = 3600.0  # results of submissions stay so long after their last entry
 
 
 class SchedulerConfig(Section, frozen=True):
@@ -189,6 +193,10 @@ def _check(s: Settings) -> None:
         "lease.heartbeat_s": s.lease.heartbeat_s,
         "gateway.max_queued": s.gateway.max_queued,
         "gateway.default_max_tokens": s.gateway.default_max_tokens,
+        "gateway.client_stall_s": s.gateway.client_stall_s,
+        "gateway.max_submissions": s.gateway.max_submissions,
+        "gateway.submission_lease_s": s.gateway.submission_lease_s,
+        "gateway.result_ttl_s": s.gateway.result_ttl_s,
         "scheduler.max_attempts": s.scheduler.max_attempts,
         "transfer.hold_s": s.transfer.hold_s,
     }

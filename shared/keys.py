@@ -71,9 +71,31 @@ class Keys:
     def reply(self, incarnation: Incarnation) -> Channel[MatchReply]:
         return Channel(self._key("reply", incarnation), _reply, REPLY_TTL_S)
 
+    # queue submissions (`shared.submissions`); plain fields, as their other end is a client
+    def submit(self) -> str:
+        """Stream: what clients of the queue ask."""
+        return self._key("submit")
+
+    def dead(self) -> str:
+        """Stream: submissions that failed for good, with the reason."""
+        return self._key("dead")
+
+    def result(self, submission_id: str) -> str:
+        """Stream: tokens, text and end of a submission. Entry ids are `<tokens out so far>-<n>`."""
+        return self._key("result", submission_id)
+
+    def replies(self, name: str = "") -> str:
+        """Stream: a copy of the results of all submissions that name it; with "", the prefix of all such streams."""
+        return self._key("replies", name)
+
+    def submission(self, submission_id: str) -> str:
+        """Hash: entry state owner reply total seq tries, and per choice n:<choice> (tokens out), c:<choice> (characters
+        out)."""
+        return self._key("sub", submission_id)
+
     # state, written by Lua only
     def request(self, request_id: RequestId) -> str:
-        """Hash: st ep at term gw pw dw ho tries body."""
+        """Hash: st ep at term gw pw dw ho tries body; fin (the `Finished`) once done; nonce of the last adoption."""
         return self._key("req", request_id)
 
     def log(self, request_id: RequestId, choice: int = 0) -> str:

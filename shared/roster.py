@@ -64,7 +64,7 @@ class Roster:
         for (_, deadline), (reg, state, taken) in zip(scored, rows, strict=True):
             if reg is not None:
                 alive = deadline > now_ms and state != b"dead"
-                views.append(WorkerView(decode_registration(reg), alive, state == b"draining", int(taken)))
+                views.append(WorkerView(decode_registration(reg), alive, state == b"draining", int(taken or 0)))
         return sorted(views, key=lambda view: (view.registration.worker_id, view.registration.incarnation))
 
     async def held(self, incarnation: Incarnation) -> list[tuple[RequestId, int]]:

@@ -24,16 +24,20 @@ def find_binary() -> str:
 
 
 class RedisServer:
-    """One server. `kill` and `start` model a crash and a restart over the same append-only file."""
+    """One server. `kill` and `start` model a crash and a restart over the same append-only file.
 
-    def __init__(self) -> None:
+    :param args: what it is started with besides; a file of settings first.
+    """
+
+    def __init__(self, *args: str) -> None:
+        self._args = args
         self.folder = Path(tempfile.mkdtemp(prefix="baton-redis-"))
         self.socket = self.folder / "redis.sock"
         self.url = f"unix://{self.socket}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        args = ["--port", "0", "--unixsocket", str(self.socket), "--dir", str(self.folder), "--save", ""]
+        args = [*self._args, "--port", "0", "--unixsocket", str(self.socket), "--dir", str(self.folder), "--save", ""]
         args += ["--appendonly", "yes", "--appendfsync", "always"]
         log = (self.folder / "redis.log").open("ab")
         self._process = subprocess.Popen([find_binary(), *args], stdout=log, stderr=log)

@@ -8,6 +8,7 @@ import anyio
 import typer
 from rich.console import Console
 
+from services.cli import queue
 from services.cli.errors import CommandError
 from services.cli.options import UpOptions
 from shared.clock import SystemClock
@@ -22,6 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 Port = Annotated[int, typer.Option(help="The stack's port.")]
+app.add_typer(queue.app)
 
 
 @app.command()

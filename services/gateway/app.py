@@ -42,7 +42,7 @@ def build_app(
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
     """The ASGI application. Its lifespan runs the drain of the token stream; `app.state.streams` holds the
-    open requests (`len` of it is their number).
+    open requests (`len` of it is their number), `app.state.parts` and `app.state.endpoints` what another ingress needs.
 
     :param model_name: what `/v1/models` lists; `default` is always understood as well.
     :raises ModelError: the model's chat template is not valid.
@@ -59,19 +59,20 @@ def build_app(
         offload=offload,
         randomness=randomness,
     )
+    endpoints = {"completions": CompletionsEndpoint(parts), "chat": ChatEndpoint(parts)}
     models = _Models(model_name, created=int(clock.wall()))
     app = Starlette(
         routes=[
             Route("/v1/models", models.list, methods=["GET"]),
             Route("/v1/models/{model:path}", models.one, methods=["GET"]),
-            Route("/v1/completions", CompletionsEndpoint(parts), methods=["POST"]),
-            Route("/v1/chat/completions", ChatEndpoint(parts), methods=["POST"]),
+            Route("/v1/completions", endpoints["completions"], methods=["POST"]),
+            Route("/v1/chat/completions", endpoints["chat"], methods=["POST"]),
             *extra_routes,
         ],
         exception_handlers={HTTPException: on_http_exception, Exception: on_crash},
         lifespan=_drain(streams),
     )
-    app.state.streams = streams
+    app.state.streams, app.state.parts, app.state.endpoints = streams, parts, endpoints
     return app
 
 

@@ -21,24 +21,36 @@ async def read_json(request: Request, max_bytes: int, offload: Offload) -> dict[
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, f"The content type must be application/json, not {kind!r}.", code="unsupported_media_type")
-    raw = await _read(request, max_bytes)
+    return await decode_object(await _read(request, max_bytes), max_bytes, offload)
+
+
+async def decode_object(raw: bytes, max_bytes: int, offload: Offload) -> dict[str, Any]:
+    """The JSON object that `raw` is.
+
+    :raises ApiError: 413 too large, 400 not a JSON object.
+    """
+    if len(raw) > max_bytes:
+        raise _too_large(max_bytes)
     value = await offload.run(_decode, raw) if len(raw) > OFFLOAD_BYTES else _decode(raw)
     if not isinstance(value, dict):
         raise bad_field("body", "The body must be a JSON object.", "invalid_json")
     return value
 
 
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"The body is larger than {max_bytes} bytes.", code="body_too_large")
+
+
 async def _read(request: Request, max_bytes: int) -> bytes:
-    too_large = ApiError(413, f"The body is larger than {max_bytes} bytes.", code="body_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
-        raise too_large
+        raise _too_large(max_bytes)
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
         size += len(part)
         if size > max_bytes:
-            raise too_large
+            raise _too_large(max_bytes)
         parts.append(part)
     return b"".join(parts)
 
@@ -52,4 +64,4 @@ def _decode(raw: bytes) -> Any:
         raise bad_field("body", f"The body is not valid JSON: {exc}", "invalid_json") from None
 
 
-__all__ = ["OFFLOAD_BYTES", "ClientDisconnect", "read_json"]
+__all__ = ["OFFLOAD_BYTES", "ClientDisconnect", "decode_object", "read_json"]

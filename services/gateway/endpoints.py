@@ -20,8 +20,10 @@ from services.gateway.params import Params, check_model, read_params
 from services.gateway.prepare import Limits, Preparer, PromptTokens, live_limits
 from services.gateway.prompts import read_messages, read_prompts
 from services.gateway.wire import DONE, ChatWire, CompletionWire, Wire, sse
+from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.errors import BatonError
+from shared.messages import GenerateRequest
 from shared.offload import Offload
 from shared.randomness import Randomness
 
@@ -51,6 +53,15 @@ class Parts:
     randomness: Randomness
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a client asked, checked and ready to be admitted, and how its answer is written."""
+
+    requests: list[GenerateRequest]
+    params: Params
+    wire: Wire
+
+
 class Endpoint(ABC):
     """One POST endpoint. Subclasses say how a prompt is read and an answer written."""
 
@@ -69,7 +80,7 @@ class Endpoint(ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_at = self._parts.services.clock.now()
-        reply = _Reply(send)
+        reply = _Reply(send, self._parts.services.clock)
         request = Request(scope, receive)
         try:
             raw = await read_json(request, self._parts.config.max_body_bytes, self._parts.offload)
@@ -80,6 +91,7 @@ class Endpoint(ABC):
             return
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_cancel_when_gone, receive, tasks.cancel_scope)
+            tasks.start_soon(_cancel_when_stalled, reply, self._parts.config.client_stall_s, tasks.cancel_scope)
             await self._answer(raw, arrived_at, reply, scope, receive)
             tasks.cancel_scope.cancel()
 
@@ -99,23 +111,37 @@ class Endpoint(ABC):
             await self._refuse(internal(), reply, scope, receive)
 
     async def _serve(self, fields: Fields, arrived_at: float, reply: "_Reply") -> None:
-        parts = self._parts
-        check_model(fields, parts.model_name)
-        params = read_params(fields)
-        limits = await live_limits(parts.services.port)
-        prompts = await self._prompts(fields, limits)
-        response_id = f"{self.id_prefix}-{parts.randomness.token(16)}"
-        requests = parts.preparer.requests(response_id, prompts, params, limits, self._default_max_tokens())
-        created = int(parts.services.clock.wall())
-        wire = self.wire(response_id, created, parts.model_name, params.include_usage)
+        prepared = await self.prepare(fields, f"{self.id_prefix}-{self._parts.randomness.token(16)}")
+        params, wire = prepared.params, prepared.wire
         async with Generation(
-            parts.services, requests, params.stop, endpoint=self.name, stream=params.stream, arrived_at=arrived_at
+            self._parts.services,
+            prepared.requests,
+            params.stop,
+            endpoint=self.name,
+            stream=params.stream,
+            arrived_at=arrived_at,
         ) as generation:
             if params.stream:
                 await _stream(generation, wire, params, reply)
                 return
             body = await _whole(generation, wire)
         await reply.whole(200, _JSON_HEADERS, body)
+
+    async def prepare(self, fields: Fields, response_id: str, randomness: Randomness | None = None) -> Prepared:
+        """Check and tokenise what a client asked, whichever way it came.
+
+        :param randomness: where seeds come from that the client left out; None: anywhere.
+        :raises ApiError: 400 or 404, a refusal; 503, nobody could serve it now.
+        """
+        parts = self._parts
+        check_model(fields, parts.model_name)
+        params = read_params(fields)
+        limits = await live_limits(parts.services.port)
+        prompts = await self._prompts(fields, limits)
+        default = self._default_max_tokens()
+        requests = parts.preparer.requests(response_id, prompts, params, limits, default, randomness)
+        created = int(parts.services.clock.wall())
+        return Prepared(requests, params, self.wire(response_id, created, parts.model_name, params.include_usage))
 
     async def _refuse(self, error: ApiError, reply: "_Reply", scope: Scope, receive: Receive) -> None:
         """An HTTP error, or once the answer has begun an `error` event and the end, without [DONE]."""
@@ -160,15 +186,25 @@ class ChatEndpoint(Endpoint):
 
 
 class _Reply:
-    """The response being sent; knows whether it has begun."""
+    """The response being sent; knows whether it has begun, and how long the client has not taken any of it."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, clock: Clock) -> None:
+        self._send, self._clock = send, clock
         self.started = False
+        self._blocked_since: float | None = None
+
+    @property
+    def blocked_s(self) -> float:
+        return 0.0 if self._blocked_since is None else self._clock.now() - self._blocked_since
+
+    async def sleep(self, seconds: float) -> None:
+        await self._clock.sleep(seconds)
 
     async def send(self, message: Message) -> None:
         self.started = True
+        self._blocked_since = self._clock.now()
         await self._send(message)
+        self._blocked_since = None
 
     async def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         await self.send({"type": "http.response.start", "status": status, "headers": list(headers)})
@@ -211,4 +247,12 @@ async def _whole(generation: Generation, wire: Wire) -> bytes:
 async def _cancel_when_gone(receive: Receive, work: anyio.CancelScope) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    work.cancel()
+
+
+async def _cancel_when_stalled(reply: _Reply, limit_s: float, work: anyio.CancelScope) -> None:
+    """A client that reads nothing: the buffers up to it are full, and the last part of the answer does not leave."""
+    while reply.blocked_s < limit_s:
+        await reply.sleep(limit_s / 4)
+    log.warning("client reads nothing", blocked_s=round(reply.blocked_s, 1))
     work.cancel()

@@ -1,6 +1,6 @@
 """One HTTP request's generation: admitted, streamed as text, and cleaned up whatever happens."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
@@ -23,11 +23,12 @@ log = structlog.get_logger("gateway")
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text of one choice; with a reason, the choice's last."""
+    """New text of one choice and the tokens that it came with; with a reason, the choice's last."""
 
     choice: int
     text: str
     finish_reason: Literal["stop", "length"] | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,15 @@ class _Choice:
         return text if hit else text + self._stops.flush()
 
 
+Admit = Callable[[GenerateRequest], Awaitable[Admission]]
+
+
 class Generation:
-    """Use as `async with`. Leaving it, by whatever way, cancels what still runs."""
+    """Use as `async with`. Leaving it, by whatever way, cancels what still runs.
+
+    A durable one outlives its gateway: leaving it cancels nothing unless a request failed or `abandon` was called, and
+    there is a delta for tokens without text as well.
+    """
 
     def __init__(
         self,
@@ -98,14 +106,20 @@ class Generation:
         endpoint: Literal["completions", "chat"],
         stream: bool,
         arrived_at: float,
+        durable_by: Admit | None = None,
     ) -> None:
+        """:param durable_by: makes the generation durable, and admits in place of the port."""
         self._services = services
+        self._admit_by = durable_by or services.port.admit
+        self._durable = durable_by is not None
         self._choices = [_Choice(request, services.tokenizer, stops) for request in requests]
         self._endpoint: Literal["completions", "chat"] = endpoint
         self._stream = stream
         self._arrived_at = arrived_at
         self._mailbox = Mailbox()
         self._failure: ApiError | None = None
+        self.failed_by: Finished | None = None  # the first request's end that was a failure
+        self.lost = False  # it was this gateway's failure, or a cancel by somebody else: the work itself may go on
         self._gone = "client gone"  # why work is cancelled on leaving early
 
     async def __aenter__(self) -> "Generation":
@@ -153,6 +167,10 @@ class Generation:
             raise self._failure
         return ready
 
+    def abandon(self, reason: str) -> None:
+        """Let leaving cancel what still runs, although the generation is durable."""
+        self._durable, self._gone = False, reason
+
     async def _admit(self, index: int, choice: _Choice) -> None:
         services, request = self._services, choice.request
         choice.stream = services.streams.open(request.request_id, index, self._mailbox, self._arrived_at)
@@ -160,7 +178,7 @@ class Generation:
         answer: Admission | None = None
         try:
             with anyio.CancelScope(shield=True):
-                answer = await services.port.admit(request)
+                answer = await self._admit_by(request)
         except BusError:
             raise bus_lost() from None  # it may have been admitted all the same: closing cancels it
         if answer == "full":
@@ -174,25 +192,35 @@ class Generation:
 
     def _delta(self, item: Item, choice: _Choice) -> Delta | None:
         if item.finished is None:
+            before = choice.num_output_tokens
             text = choice.push(item.token_ids)
+            token_ids = tuple(item.token_ids[: choice.num_output_tokens - before])
             if choice.reason is not None:
                 assert choice.stream is not None
                 choice.num_cached_tokens = choice.stream.num_cached_tokens
                 self._services.streams.close(choice.stream, cancel="stop string")
-                return Delta(item.choice, text, "stop")
-            return Delta(item.choice, text) if text else None
+                return Delta(item.choice, text, "stop", token_ids)
+            return Delta(item.choice, text, None, token_ids) if text or self._durable else None
         text = choice.finish(item.finished)
         if choice.reason in ("stop", "length"):
             return Delta(item.choice, text, choice.reason)
-        self._failure = self._failure or _failure(item.finished)
-        self._gone = "sibling failed"
+        self._fail(item.finished, choice)
         return Delta(item.choice, text) if text else None
+
+    def _fail(self, finished: Finished, choice: _Choice) -> None:
+        if self._failure is not None:
+            return
+        self._failure, self.failed_by = _failure(finished), finished
+        assert choice.stream is not None
+        self.lost = not choice.stream.ended_upstream or finished.reason == "cancelled"
+        if not self.lost or not self._durable:
+            self.abandon("sibling failed")
 
     def _close(self) -> None:
         for choice in self._choices:
             if choice.stream is None:
                 continue
-            self._services.streams.close(choice.stream, cancel=self._gone)
+            self._services.streams.close(choice.stream, cancel="" if self._durable else self._gone)
             if choice.admit_s is not None:
                 self._report(choice, choice.stream, choice.admit_s)
             choice.stream = None

@@ -72,16 +72,23 @@ class Preparer:
         return self._tokens(*args)
 
     def requests(
-        self, name: str, prompts: Sequence[PromptTokens], params: Params, limits: Limits, default_max_tokens: int
+        self,
+        name: str,
+        prompts: Sequence[PromptTokens],
+        params: Params,
+        limits: Limits,
+        default_max_tokens: int,
+        randomness: Randomness | None = None,
     ) -> list[GenerateRequest]:
-        """One request for each prompt. `name` is the HTTP response's id.
+        """One request for each prompt. `name` is the response's id.
 
+        :param randomness: where seeds come from that the client left out; None: anywhere.
         :raises ApiError: 400, prompt and `max_tokens` do not fit together.
         """
         ends = () if params.ignore_eos else self._tokenizer.end_token_ids
         out: list[GenerateRequest] = []
         for i, prompt in enumerate(prompts):
-            seed = self._randomness.integer() if params.seed is None else params.seed
+            seed = (randomness or self._randomness).integer() if params.seed is None else params.seed
             out.append(
                 GenerateRequest(
                     request_id=RequestId(name if len(prompts) == 1 else f"{name}-{i}"),

@@ -1,11 +1,16 @@
-"""The gateway as a service: HTTP in, token streams out."""
+"""The gateway as a service: HTTP and submissions in, token streams out."""
+
+from contextlib import suppress
 
 import anyio
 import structlog
+from starlette.applications import Starlette
 
 from services.gateway.app import build_app
 from services.gateway.keeper import Keeper
 from services.gateway.observer import PrometheusObserver
+from services.gateway.queue_ingress import QueueIngress
+from services.gateway.queue_job import JobParts, QueueCounts
 from services.gateway.redis_port import RedisRequestPort
 from services.gateway.tokenizer import load_tokenizer
 from shared.bus import RedisBus
@@ -17,11 +22,15 @@ from shared.model_path import model_name, resolve
 from shared.offload import ThreadOffload
 from shared.process import Process
 from shared.roster import Roster
+from shared.stream_lengths import StreamLengths
+from shared.submissions import Submissions
 
 log = structlog.get_logger(__name__)
 DRAIN_S = 30.0
 """Open answers may take so long to end after SIGTERM."""
 READY_EVERY_S = 0.2
+LENGTHS_EVERY_S = 2.0
+QUEUE_COUNTERS = ("taken", "answered", "refused", "dead", "repeats", "lost", "waits", "restarts")
 
 
 class Readiness:
@@ -52,6 +61,24 @@ class Readiness:
         return self.redis_answers, {}
 
 
+async def watch_lengths(lengths: StreamLengths, process: Process) -> None:
+    """Look again and again, until cancelled. `Readiness` tells of a lost Redis."""
+    while True:
+        with suppress(BusError):
+            await lengths.look()
+        await process.clock.sleep(LENGTHS_EVERY_S)
+
+
+def queue_ingress(process: Process, app: Starlette, leases: Leases) -> QueueIngress:
+    """Submissions through Redis, served by the endpoints of `app`."""
+    config = process.settings.gateway
+    submissions = Submissions(
+        process.link, process.keys, process.clock, process.randomness, process.incarnation, config.result_ttl_s
+    )
+    shared = JobParts(app.state.parts, app.state.endpoints, submissions, leases, QueueCounts())
+    return QueueIngress(submissions, shared, process.clock, config)
+
+
 async def serve(process: Process) -> None:
     """The process's main: until SIGTERM, then open answers end.
 
@@ -64,9 +91,10 @@ async def serve(process: Process) -> None:
     offload = ThreadOffload(2)
     tokenizer = await offload.run(load_tokenizer, path)
     metrics = Metrics("gateway")
+    leases = Leases(process.link, process.keys, process.randomness)
     port = RedisRequestPort(
         process.incarnation,
-        Leases(process.link, process.keys, process.randomness),
+        leases,
         Roster(process.link, process.keys, settings.lease.heartbeat_s),
         RedisBus(process.link, process.clock),
         process.keys,
@@ -92,10 +120,19 @@ async def serve(process: Process) -> None:
     )
     keeper = Keeper(port, app.state.streams, process.clock, settings.lease)
     metrics.stats(lambda: {"readmitted_total": keeper.num_readmitted}, counters=["readmitted_total"])
+    ingress = queue_ingress(process, app, leases)
+    metrics.stats(ingress.counts, QUEUE_COUNTERS, part="submissions")
+    keys = process.keys
+    streams = {"sched": keys.sched().key, "kv": keys.kv().key, "index": keys.index().key, "submit": keys.submit()}
+    streams |= {"dead": keys.dead(), "tokens": keys.tokens(process.incarnation).key}
+    lengths = StreamLengths(process.link, streams)
+    metrics.stats(lambda: lengths.lengths, part="stream_length")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(readiness.watch, process)
         tasks.start_soon(keeper.run)
+        tasks.start_soon(watch_lengths, lengths, process)
         listening = await tasks.start(serve_app, app, sock, DRAIN_S)
+        tasks.start_soon(ingress.run)
         log.info("service.listening", port=listening)
         await process.stopping.wait()
         tasks.cancel_scope.cancel()

@@ -13,7 +13,7 @@ local credit = redis.call('HGET', KEYS[7], held)
 if credit then redis.call('HINCRBY', KEYS[6], 'taken', -credit) end
 redis.call('HDEL', KEYS[7], held)
 redis.call('HDEL', KEYS[8], held)
-redis.call('HSET', KEYS[1], 'st', 'done')
+redis.call('HSET', KEYS[1], 'st', 'done', 'fin', ARGV[4])
 redis.call('HDEL', KEYS[1], 'body')
 redis.call('PEXPIRE', KEYS[1], ARGV[6])
 redis.call('PEXPIRE', KEYS[5], ARGV[6])

@@ -24,7 +24,7 @@ if tonumber(r[6]) + 1 >= tonumber(ARGV[6]) then
   redis.call('XADD', KEYS[4], '*', 'm', ARGV[9])
   redis.call('XADD', KEYS[5], '*', 'm', ARGV[10])
   redis.call('SREM', KEYS[10], ARGV[1])
-  redis.call('HSET', KEYS[1], 'st', 'done')
+  redis.call('HSET', KEYS[1], 'st', 'done', 'fin', ARGV[9])
   redis.call('HDEL', KEYS[1], 'body')
   redis.call('PEXPIRE', KEYS[1], ARGV[11])
   redis.call('PEXPIRE', KEYS[6], ARGV[11])

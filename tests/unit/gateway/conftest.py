@@ -1,5 +1,6 @@
 """The real tokenizer, the app over a fake queue, and clients of it."""
 
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -45,14 +46,17 @@ class Gateway:
                 yield client
 
     @asynccontextmanager
-    async def server(self) -> AsyncIterator[int]:
-        """A real HTTP server on a free port."""
+    async def server(self, send_buffer: int | None = None) -> AsyncIterator[int]:
+        """A real HTTP server on a free port, its connections with so small a buffer in the kernel."""
         server = uvicorn.Server(uvicorn.Config(self.app, port=0, log_level="critical", timeout_graceful_shutdown=1))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(server._serve)
             while not server.started:
                 await anyio.lowlevel.checkpoint()
-            yield server.servers[0].sockets[0].getsockname()[1]
+            listening = server.servers[0].sockets[0]
+            if send_buffer is not None:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # accepted sockets inherit it
+            yield listening.getsockname()[1]
             server.should_exit = True
 
     def ids(self, text: str) -> list[int]:

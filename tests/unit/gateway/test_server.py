@@ -1,12 +1,13 @@
 """Over a real connection: gone clients, slow clients, and OpenAI's own client."""
 
 import json
+import socket
 
 import anyio
 import httpx
 import openai
 import pytest
-from anyio.abc import SocketStream
+from anyio.abc import SocketAttribute, SocketStream
 
 from shared.messages import Finished, Tokens
 from tests.unit.gateway.conftest import Gateway
@@ -80,6 +81,48 @@ async def test_a_slow_client_holds_up_nobody_and_loses_nothing(gateway: Gateway)
             with anyio.fail_after(30):
                 got = await read_until(slow, b"[DONE]")
     assert got.count(b" word") == num_tokens
+
+
+@pytest.mark.parametrize("reads", [False, True])
+async def test_a_client_that_reads_nothing_is_cancelled(gateway: Gateway, reads: bool):
+    """After 30 s in which its socket took no byte; one that reads, however late, is left alone."""
+    num_tokens, word = 60_000, tuple(gateway.ids(" word"))
+    async with gateway.server(send_buffer=8192) as port:
+        async with await anyio.connect_tcp("127.0.0.1", port) as client:
+            client.extra(SocketAttribute.raw_socket).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+            await client.send(post({"prompt": "hi", "stream": True, "max_tokens": 100}))
+            await gateway.port.admit_seen.wait()
+            request_id = gateway.port.admitted[0].request_id
+            for start in range(0, num_tokens, 100):
+                gateway.port.emit(*(Tokens(request_id, 1, 0, start + i, word) for i in range(100)))
+                if start == num_tokens // 2:  # what is sent after the buffers are full is what waits
+                    await anyio.wait_all_tasks_blocked()
+            await anyio.wait_all_tasks_blocked()
+            await advance(gateway, 29.0)
+            assert gateway.port.cancelled == []
+            if not reads:
+                await advance(gateway, 31.0)
+                with anyio.fail_after(10):
+                    await gateway.port.cancel_seen.wait()
+                assert gateway.port.cancelled == [(request_id, "client gone")]
+                assert len(gateway.app.state.streams) == 0
+                return
+            got = b""
+            with anyio.fail_after(30):
+                while got.count(b" word") < num_tokens:
+                    got += await client.receive()
+            await advance(gateway, 60.0)
+            gateway.port.emit(Finished(request_id, 1, "length", num_tokens))
+            with anyio.fail_after(10):
+                await read_until(client, b"[DONE]")
+    assert gateway.port.cancelled == []
+
+
+async def advance(gateway: Gateway, seconds: float) -> None:
+    """In steps, so that what sleeps in between looks in between."""
+    for _ in range(10):
+        gateway.clock.advance(seconds / 10)
+        await anyio.wait_all_tasks_blocked()
 
 
 async def test_the_openai_client_works_unmodified(gateway: Gateway):

@@ -1,0 +1,35 @@
+-- A submission's owner goes on with a request that was admitted before, by itself or by a gateway that is gone:
+-- the next epoch, events to the owner's stream from the token log on; or, where it has ended, its end once more.
+-- KEYS: sub req queued leases tokens sched log control_p control_d held_p open open_before
+-- ARGV: owner id epoch prefill decode gateway body admitted_msg cancel_msg nonce   (epoch ... gateway as last read)
+-- 'unknown' = never admitted, or forgotten; 'moved' = look again; 'lost' = another gateway's. Repeatable by its nonce.
+local s = redis.call('HMGET', KEYS[1], 'owner', 'state')
+if s[1] ~= ARGV[1] or s[2] ~= 'open' then return 'lost' end
+local r = redis.call('HMGET', KEYS[2], 'st', 'ep', 'pw', 'dw', 'fin', 'nonce', 'gw')
+if not r[1] then return 'unknown' end
+if r[6] == ARGV[10] then return 'adopted' end
+if r[1] == 'done' then
+  redis.call('HSET', KEYS[2], 'gw', ARGV[1], 'nonce', ARGV[10])
+  redis.call('XADD', KEYS[5], '*', 'm', r[5])
+  return 'adopted'
+end
+if r[2] ~= ARGV[3] or (r[3] or '') ~= ARGV[4] or (r[4] or '') ~= ARGV[5] or r[7] ~= ARGV[6] then
+  return 'moved'
+end
+if r[1] == 'dispatched' or r[1] == 'prefill' or r[1] == 'decode' then
+  redis.call('ZREM', KEYS[4], ARGV[2])
+  redis.call('HDEL', KEYS[10], ARGV[2] .. '/' .. ARGV[3])
+  if ARGV[4] ~= '-' then redis.call('XADD', KEYS[8], '*', 'm', ARGV[9]) end
+  redis.call('XADD', KEYS[9], '*', 'm', ARGV[9])
+end
+local epoch, t = tonumber(ARGV[3]) + 1, redis.call('TIME')
+redis.call('HSET', KEYS[2], 'st', 'queued', 'ep', epoch, 'gw', ARGV[1], 'body', ARGV[7], 'nonce', ARGV[10])
+redis.call('SREM', KEYS[12], ARGV[2])
+redis.call('SADD', KEYS[11], ARGV[2])
+redis.call('HSET', KEYS[2], 'at', '', 'ho', '', 'pw', '', 'dw', '')
+redis.call('PERSIST', KEYS[2])
+redis.call('PERSIST', KEYS[7])
+redis.call('XADD', KEYS[5], '*', 'm', cmsgpack.pack({'e', ARGV[2], epoch, redis.call('STRLEN', KEYS[7]) / 4}))
+redis.call('ZADD', KEYS[3], t[1] * 1000000 + t[2], ARGV[2])
+redis.call('XADD', KEYS[6], '*', 'm', ARGV[8])
+return 'adopted'

@@ -1,0 +1,421 @@
+"""Submissions served by a gateway over a scripted model and a real Redis: the same answers and refusals as HTTP, in
+a result that goes on wherever it was left."""
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import pytest
+import structlog
+
+from services.gateway import queue_job
+from services.gateway.queue_ingress import QueueIngress
+from services.gateway.queue_job import MAX_TRIES, JobParts, QueueCounts
+from shared.clock import SystemClock
+from shared.config import GatewayConfig, RedisConfig
+from shared.errors import BusError
+from shared.ids import Incarnation
+from shared.keys import Keys
+from shared.leases import AdmitAnswer
+from shared.messages import Finished, GenerateRequest, Tokens
+from shared.randomness import SeededRandomness
+from shared.redis_link import RedisLink
+from shared.submissions import ResultItem, Submissions
+from tests.unit.gateway.conftest import Gateway
+from tests.unit.gateway.fakes import FakePort, answer
+
+pytestmark = pytest.mark.anyio
+KEYS = Keys("job-test")
+TEXT = "Hello 🦜 there, END of it"
+CONFIG = GatewayConfig(max_submissions=3, submission_lease_s=10.0, max_body_bytes=1 << 20)
+
+
+@dataclass
+class PortAdmitter:
+    """Admission by the fake port, in the place of the leases."""
+
+    port: FakePort
+
+    async def admit(self, request: GenerateRequest, max_queued: int) -> AdmitAnswer:
+        return await self.port.admit(request)
+
+
+@dataclass
+class Queue:
+    """A gateway's ingress, its Redis, and time in the test's hands."""
+
+    gateway: Gateway
+    link: RedisLink
+    submissions: Submissions
+    ingress: QueueIngress
+
+    async def submit(self, name: str, body: object, **fields: Any) -> str:
+        text = body if isinstance(body, str) else json.dumps(body)
+        entry = await self.link.client.xadd(KEYS.submit(), {"id": name, "request": text, **fields})
+        return entry.decode()
+
+    async def result(self, name: str) -> tuple[list[dict[str, str]], dict[str, str]]:
+        """(parts, end), once it has ended."""
+        with anyio.fail_after(20):
+            while True:
+                found = await self.link.client.xrange(KEYS.result(name))
+                entries = [{k.decode(): v.decode() for k, v in values.items()} for _, values in found]
+                if entries and "status" in entries[-1]:
+                    return entries[:-1], entries[-1]
+                await anyio.sleep(0.01)
+
+    async def until(self, look: Callable[[], Any]) -> None:
+        async def ask() -> Any:
+            return look()
+
+        await self.until_redis(ask)
+
+    async def until_redis(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+        """What `ask` gives, once it gives something."""
+        with anyio.fail_after(20):
+            while True:
+                if found := await ask():
+                    return found
+                await anyio.sleep(0.005)
+
+    @asynccontextmanager
+    async def running(self, ticking: bool = True) -> AsyncIterator[None]:
+        """Ingress and streams run, and with `ticking` the manual clock too, a second in 10 ms."""
+
+        async def tick() -> None:
+            while True:
+                self.gateway.clock.advance(0.1)
+                await anyio.sleep(0.001)
+
+        async with self.gateway.app.router.lifespan_context(self.gateway.app), anyio.create_task_group() as tasks:
+            tasks.start_soon(self.ingress.run)
+            if ticking:
+                tasks.start_soon(tick)
+            yield
+            tasks.cancel_scope.cancel()
+
+
+@pytest.fixture
+async def queue(gateway: Gateway, redis_url: str) -> AsyncIterator[Queue]:
+    link = RedisLink(RedisConfig(url=redis_url), SystemClock())
+    submissions = Submissions(link, KEYS, SystemClock(), SeededRandomness(3), Incarnation("gw"), 60.0)
+    state = gateway.app.state
+    parts = JobParts(state.parts, state.endpoints, submissions, PortAdmitter(gateway.port), QueueCounts())
+    yield Queue(gateway, link, submissions, QueueIngress(submissions, parts, gateway.clock, CONFIG))
+    await link.close()
+
+
+def joined(parts: list[dict[str, str]]) -> tuple[list[int], str]:
+    """(tokens, text) of the only choice, checked to be without hole or repeat."""
+    tokens: list[int] = []
+    for part in parts:
+        assert int(part["offset"]) == len(tokens)
+        tokens += json.loads(part["tokens"])
+    return tokens, "".join(part["text"] for part in parts)
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20}
+COMPLETION = {"prompt": "hi", "max_tokens": 20}
+
+
+@pytest.mark.parametrize(("path", "body"), [("chat/completions", CHAT), ("completions", COMPLETION)])
+async def test_the_result_is_what_http_answers(queue: Queue, path: str, body: dict[str, Any]) -> None:
+    """But for the response's id and time; and its tokens and text come one after another before it."""
+    said = queue.gateway.ids(TEXT)
+    queue.gateway.port.script = answer(said, num_cached_tokens=16)
+    async with queue.gateway.client() as client:
+        http = (await client.post(f"/v1/{path}", json=body)).json()
+    async with queue.running():
+        await queue.submit("a", body)
+        parts, end = await queue.result("a")
+    assert end["status"] == "200"
+    result = json.loads(end["result"])
+    assert {**http, "id": 0, "created": 0} == {**result, "id": 0, "created": 0}
+    assert joined(parts) == (said, TEXT)
+    first, second = queue.gateway.port.admitted
+    assert first.token_ids == second.token_ids
+    assert second.request_id == result["id"]
+
+
+BAD = [
+    {"prompt": "hi", "temperature": 9},
+    {"prompt": "hi", "n": 2},
+    {"prompt": [], "max_tokens": 3},
+    {"prompt": "hi", "model": "gpt-4"},
+    {"prompt": [5] * 4000},
+    {"messages": [{"role": "nobody", "content": "x"}]},
+    {"messages": []},
+]
+
+
+@pytest.mark.parametrize("body", BAD, ids=lambda body: "-".join(body))
+async def test_a_bad_body_is_refused_as_over_http(queue: Queue, body: dict[str, Any]) -> None:
+    """The same status and the same error object; the entry is gone, and it is no dead letter."""
+    path = "chat/completions" if body.get("messages") else "completions"
+    async with queue.gateway.client() as client:
+        http = await client.post(f"/v1/{path}", json=body)
+    async with queue.running():
+        await queue.submit("a", body)
+        parts, end = await queue.result("a")
+    assert (int(end["status"]), json.loads(end["error"])) == (http.status_code, http.json())
+    assert http.status_code in (400, 404)
+    assert parts == []
+    assert await queue.link.client.xlen(KEYS.submit()) == 0
+    assert await queue.link.client.xlen(KEYS.dead()) == 0
+    assert queue.ingress.counts().refused == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "status"), [("{nope", 400), ("[1]", 400), ("", 400), ("\udcff", 400), ('"' + "x" * (1 << 20) + '"', 413)]
+)
+async def test_what_is_no_json_object_is_refused(queue: Queue, text: str, status: int) -> None:
+    """Whatever the bytes."""
+    async with queue.running():
+        await queue.link.client.xadd(KEYS.submit(), {"id": "a", "request": text.encode("utf-8", "surrogateescape")})
+        _, end = await queue.result("a")
+    assert int(end["status"]) == status
+
+
+async def test_the_endpoint_can_be_named(queue: Queue) -> None:
+    """In the entry or in the body; by itself it is chat where there are messages. Another name is refused."""
+    queue.gateway.port.script = answer([5])
+    async with queue.running():
+        await queue.submit("entry", CHAT, endpoint="completions")
+        await queue.submit("body", {**CHAT, "endpoint": "completions"})
+        await queue.submit("other", CHAT, endpoint="embeddings")
+        for name in ("entry", "body"):
+            _, end = await queue.result(name)
+            assert json.loads(end["error"])["error"]["param"] == "prompt"
+        _, end = await queue.result("other")
+        assert json.loads(end["error"])["error"]["param"] == "endpoint"
+
+
+async def test_an_entry_that_cannot_be_served_is_a_dead_letter_with_its_reason(queue: Queue) -> None:
+    """Its result says so as well; the others are served."""
+    queue.gateway.port.script = answer([5])
+    async with queue.running():
+        entry = (await queue.link.client.xadd(KEYS.submit(), {"id": "no good", "request": "{}"})).decode()
+        await queue.submit("a", COMPLETION)
+        _, end = await queue.result(entry)
+        assert (await queue.result("a"))[1]["status"] == "200"
+    assert end["status"] == "400"
+    [(_, letter)] = await queue.link.client.xrange(KEYS.dead())
+    assert b"id must have" in letter[b"reason"]
+    assert letter[b"id"] == b"no good"
+
+
+async def test_work_that_fails_for_good_is_a_dead_letter(queue: Queue) -> None:
+    """The client sees no internals, the operator sees the reason."""
+    queue.gateway.port.script = answer([5], reason="error", error="worker lost, 3 attempts")
+    async with queue.running():
+        await queue.submit("a", COMPLETION)
+        _, end = await queue.result("a")
+    assert end["status"] == "500"
+    assert "worker lost" not in end["error"]
+    [(_, letter)] = await queue.link.client.xrange(KEYS.dead())
+    assert letter[b"reason"] == b"worker lost, 3 attempts"
+
+
+@pytest.mark.parametrize("obstacle", ["full", "no worker", "bus"])
+async def test_a_submission_waits_while_it_cannot_be_admitted(queue: Queue, obstacle: str) -> None:
+    """It stays pending, is tried again, and is served once there is room."""
+    port = queue.gateway.port
+    port.script = answer([5])
+    live, port.capacity, port.broken = port.live, 0 if obstacle == "full" else 10, obstacle == "bus"
+    port.live = [] if obstacle == "no worker" else live
+    async with queue.running():
+        await queue.submit("a", COMPLETION)
+        await queue.until(lambda: queue.ingress.counts().waits >= 3)
+        assert await queue.link.client.xlen(KEYS.submit()) == 1
+        assert await queue.link.client.exists(KEYS.result("a")) == 0
+        port.live, port.capacity, port.broken = live, 10, False
+        assert (await queue.result("a"))[1]["status"] == "200"
+    assert port.cancelled == []
+
+
+@pytest.mark.parametrize("where", ["entry", "body"])
+async def test_a_deadline_ends_what_has_not_begun(queue: Queue, where: str) -> None:
+    """An error instead of a late answer; nothing goes on upstream."""
+    fields = {"deadline_ms": "300"} if where == "entry" else {}
+    body = COMPLETION if where == "entry" else {**COMPLETION, "deadline_ms": 300}
+    async with queue.running(ticking=False):
+        await queue.submit("a", body, **fields)
+        await queue.until(lambda: queue.gateway.port.admitted)
+        queue.gateway.clock.advance(0.31)
+        _, end = await queue.result("a")
+    assert end["status"] == "504"
+    assert json.loads(end["error"])["error"]["code"] == "deadline_exceeded"
+    request_id = queue.gateway.port.admitted[0].request_id
+    assert queue.gateway.port.cancelled == [(request_id, "deadline")]
+    assert await queue.link.client.xlen(KEYS.dead()) == 0
+
+
+async def test_a_deadline_means_nothing_after_the_first_token(queue: Queue) -> None:
+    """It is the time in the queue."""
+    port = queue.gateway.port
+    port.script = lambda r: [Tokens(r.request_id, 1, 0, 0, (5,))]
+    async with queue.running(ticking=False):
+        await queue.submit("a", COMPLETION, deadline_ms="300")
+        await queue.until_redis(lambda: queue.link.client.exists(KEYS.result("a")))
+        queue.gateway.clock.advance(1.0)
+        port.emit(Finished(port.admitted[0].request_id, 1, "stop", 1))
+        _, end = await queue.result("a")
+    assert end["status"] == "200"
+
+
+@pytest.mark.parametrize("num_out", [0, 1, 3, 6, 100])
+async def test_a_result_goes_on_where_another_gateway_left_it(queue: Queue, num_out: int) -> None:
+    """However many tokens are out: the whole is the same, no token twice, none missing, no character split."""
+    said = queue.gateway.ids(TEXT)
+    num_out = min(num_out, len(said))
+    queue.gateway.port.script = answer(said)
+    other = Submissions(queue.link, KEYS, SystemClock(), SeededRandomness(4), Incarnation("gone"), 60.0)
+    await queue.submit("a", COMPLETION)
+    (s,) = await other.read(1, 1)
+    await other.open(s)
+    detokenizer = queue.gateway.tokenizer.detokenizer()
+    texts = [detokenizer.push(t) for t in said[:num_out]]
+    for i, text in enumerate(texts):
+        assert await other.write(s, [ResultItem(0, i, (said[i],), text, len("".join(texts[: i + 1])))]) == "out"
+    await other.release([s], CONFIG.submission_lease_s)
+    async with queue.running():
+        parts, end = await queue.result("a")
+    assert joined(parts) == (said, TEXT)
+    assert json.loads(end["result"])["choices"][0]["text"] == TEXT
+    assert json.loads(end["result"])["usage"]["completion_tokens"] == len(said)
+
+
+async def test_several_prompts_are_one_submission(queue: Queue) -> None:
+    """Each choice has offsets of its own; entry ids count the tokens of all."""
+    queue.gateway.port.script = answer([5, 6])
+    async with queue.running():
+        await queue.submit("a", {"prompt": ["hi", "ho", "hu"], "max_tokens": 2})
+        parts, end = await queue.result("a")
+    for choice in "012":
+        assert joined([p for p in parts if p["choice"] == choice])[0] == [5, 6]
+    assert [c["index"] for c in json.loads(end["result"])["choices"]] == [0, 1, 2]
+    assert len({r.sampling.seed for r in queue.gateway.port.admitted}) == 3
+
+
+async def test_a_stop_string_ends_the_result_and_the_work(queue: Queue) -> None:
+    """Cut before the stop string; no token beyond the one that completed it."""
+    said = queue.gateway.ids(TEXT)
+    queue.gateway.port.script = lambda r: [Tokens(r.request_id, 1, 0, i, (t,)) for i, t in enumerate(said)]
+    async with queue.running():
+        await queue.submit("a", {**COMPLETION, "stop": "END"})
+        parts, end = await queue.result("a")
+        await queue.gateway.port.cancel_seen.wait()
+    choice = json.loads(end["result"])["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (TEXT.partition("END")[0], "stop")
+    tokens, text = joined(parts)
+    assert text == choice["text"]
+    assert len(tokens) == json.loads(end["result"])["usage"]["completion_tokens"] < len(said)
+
+
+async def test_the_seed_is_the_submissions_own(queue: Queue) -> None:
+    """Two attempts sample alike, two submissions do not, and a client's own seed counts."""
+    port = queue.gateway.port
+    port.script = answer([5], reason="cancelled")  # by somebody else: the attempt is made again
+    async with queue.running():
+        await queue.submit("a", COMPLETION)
+        await queue.until(lambda: len(port.admitted) >= 2)
+        port.script = answer([5])
+        await queue.result("a")
+        await queue.submit("b", COMPLETION)
+        await queue.submit("c", {**COMPLETION, "seed": 11})
+        await queue.result("b")
+        await queue.result("c")
+    *of_a, b, c = port.admitted
+    assert len({r.sampling.seed for r in of_a}) == 1
+    assert len({of_a[0].sampling.seed, b.sampling.seed, c.sampling.seed}) == 3
+    assert c.sampling.seed == 11
+
+
+async def test_an_attempt_that_never_gives_a_token_is_not_made_for_ever(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A submission that breaks its gateway each time ends as a dead letter."""
+    monkeypatch.setattr(queue_job, "log", structlog.wrap_logger(None, processors=[drop]))  # tracebacks take seconds
+
+    async def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    queue.gateway.app.state.endpoints["completions"].prepare = broken
+    async with queue.running():
+        await queue.submit("a", COMPLETION)
+        _, end = await queue.result("a")
+    assert end["status"] == "500"
+    assert queue.ingress.counts().restarts == MAX_TRIES
+    [(_, letter)] = await queue.link.client.xrange(KEYS.dead())
+    assert str(MAX_TRIES).encode() in letter[b"reason"]
+
+
+def drop(*_: Any) -> Any:
+    raise structlog.DropEvent
+
+
+async def test_a_lost_redis_is_waited_for(queue: Queue) -> None:
+    """Whichever call meets it."""
+    queue.gateway.port.script = answer([5])
+    for name in ("open", "adopt", "write", "end", "read", "claim", "renew"):
+        real, failures = getattr(queue.submissions, name), 2
+
+        async def flaky(*args: Any, real: Any = real) -> Any:
+            nonlocal failures
+            failures -= 1
+            if failures >= 0:
+                raise BusError("redis is away")
+            return await real(*args)
+
+        setattr(queue.submissions, name, flaky)
+    async with queue.running():
+        await queue.submit("a", COMPLETION)
+        parts, end = await queue.result("a")
+    assert end["status"] == "200"
+    assert joined(parts)[0] == [5]
+
+
+# --- the ingress -----------------------------------------------------------------------------------------
+
+
+async def test_a_gateway_reads_no_more_than_it_has_room_for(queue: Queue) -> None:
+    """The rest waits in the stream, for any gateway."""
+    async with queue.running():
+        for i in range(5):
+            await queue.submit(f"job-{i}", COMPLETION)
+        await queue.until(lambda: len(queue.gateway.port.admitted) == 3)
+        await anyio.wait_all_tasks_blocked()
+        pending = await queue.link.client.xpending(KEYS.submit(), "gateways")
+        assert (pending["pending"], queue.ingress.counts().open) == (3, 3)
+        queue.gateway.port.script = answer([5])
+        for request in list(queue.gateway.port.admitted):
+            queue.gateway.port.emit(Finished(request.request_id, 1, "stop", 0))
+        for i in range(5):
+            await queue.result(f"job-{i}")
+
+
+async def test_a_gateway_that_ends_hands_its_submissions_over_at_once(queue: Queue) -> None:
+    """And cancels none of their work."""
+    async with queue.running():
+        await queue.submit("a", COMPLETION)
+        await queue.until(lambda: queue.gateway.port.admitted)
+    other = Submissions(queue.link, KEYS, SystemClock(), SeededRandomness(4), Incarnation("next"), 60.0)
+    (s,) = await other.claim(CONFIG.submission_lease_s, 10)
+    assert s.id == "a"
+    assert queue.gateway.port.cancelled == []
+
+
+async def test_a_gateway_that_lost_a_submission_drops_it_and_cancels_nothing(queue: Queue) -> None:
+    """It learns so at its next renewal."""
+    other = Submissions(queue.link, KEYS, SystemClock(), SeededRandomness(4), Incarnation("next"), 60.0)
+    async with queue.running():
+        await queue.submit("a", COMPLETION)
+        await queue.until(lambda: queue.gateway.port.admitted)
+        (s,) = await queue.until_redis(lambda: other.claim(0.0, 10))
+        await other.open(s)
+        await queue.until(lambda: queue.ingress.counts().open == 0)
+        assert len(queue.gateway.app.state.streams) == 0
+    assert queue.gateway.port.cancelled == []

@@ -1,0 +1,58 @@
+"""A connection that breaks in the middle of a pipeline: the call is made again, whole."""
+
+from typing import Any
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from shared.clock import SystemClock
+from shared.config import RedisConfig
+from shared.ids import Incarnation, RequestId
+from shared.keys import Keys
+from shared.leases import Leases
+from shared.randomness import SeededRandomness
+from shared.redis_link import RedisLink
+from shared.roster import Roster
+from tests.unit.shared.test_leases import registration, request
+
+pytestmark = pytest.mark.anyio
+KEYS = Keys("outage")
+
+
+class Breaking:
+    """A client whose first pipeline loses its connection before the answer."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.num_pipelines = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def pipeline(self, transaction: bool) -> Any:
+        pipe = self._client.pipeline(transaction=transaction)
+        self.num_pipelines += 1
+        if self.num_pipelines == 1:
+            run = pipe.execute
+
+            async def execute() -> Any:
+                await run()
+                raise RedisConnectionError("cut")
+
+            pipe.execute = execute
+        return pipe
+
+
+async def test_a_broken_pipeline_is_sent_again_whole(redis_url: str) -> None:
+    """Workers and waiting requests are all there although the first answer was lost."""
+    link = RedisLink(RedisConfig(url=redis_url), SystemClock())
+    roster, leases = Roster(link, KEYS, 1.0), Leases(link, KEYS, SeededRandomness(1))
+    await roster.register(registration(Incarnation("d"), "decode"))
+    await leases.admit(request(RequestId("r")), 10)
+    real = link.client
+    link.client = first = Breaking(real)
+    assert [view.registration.incarnation for view in await roster.workers()] == ["d"]
+    link.client = second = Breaking(real)
+    assert [admitted.request_id for admitted in await leases.queued()] == ["r"]
+    assert (first.num_pipelines, second.num_pipelines) == (2, 2)
+    await link.close()
