@@ -6,9 +6,9 @@ from kernels.decoder import is_available
 from services.engine.checkpoint import Checkpoint, open_checkpoint
 from services.engine.memory import plan_num_blocks
 from services.engine.model import LlamaModel, Model
+from services.engine.model_spec import KVDtype, KVSpec, ModelSpec, WeightDtype, kv_spec, pool_fingerprint
 from services.engine.packed_model import load_packed_model
 from services.engine.packing_plan import plan_pack
-from services.engine.model_spec import KVDtype, KVSpec, ModelSpec, WeightDtype, kv_spec, pool_fingerprint
 from services.engine.weights import load_weights
 from shared.config import EngineConfig, ModelConfig
 from shared.errors import ConfigError

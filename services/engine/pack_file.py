@@ -16,8 +16,8 @@ import numpy as np
 import structlog
 
 from services.engine.checkpoint import Checkpoint
-from services.engine.packing_plan import Buffer, PackPlan, fill, plan_pack
 from services.engine.model_spec import WeightDtype
+from services.engine.packing_plan import Buffer, PackPlan, fill, plan_pack
 from shared.errors import ModelError
 
 log = structlog.get_logger(__name__)

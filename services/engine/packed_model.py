@@ -5,9 +5,9 @@ import torch
 
 from kernels.decoder import Decoder, DecoderShape, LayerMatrices, PackedMatrix
 from services.engine.checkpoint import Checkpoint
+from services.engine.model_spec import ModelSpec, WeightDtype
 from services.engine.pack_file import load_packed
 from services.engine.packing_plan import Buffer, Entry, PackPlan, plan_pack
-from services.engine.model_spec import ModelSpec, WeightDtype
 from services.engine.step_batch import StepBatch
 
 

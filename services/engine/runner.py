@@ -3,8 +3,8 @@
 import torch
 
 from services.engine.model import Model
-from services.engine.sampler import sample
 from services.engine.model_spec import KVDtype, kv_spec
+from services.engine.sampler import sample
 from services.engine.step_batch import build_batch
 from services.engine.types import PlanItem, SampleSpec, SeqId, StepPlan, StepResult
 from shared.hashing import block_digest

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from services.engine.model import Model
-from services.engine.runner import ModelRunner
 from services.engine.model_spec import KVDtype, kv_spec
+from services.engine.runner import ModelRunner
 from services.engine.step_batch import build_batch
 from services.engine.types import PlanItem, SampleSpec, SeqId, StepPlan
 from shared.ids import BlockId

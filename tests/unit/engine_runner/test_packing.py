@@ -9,10 +9,10 @@ import torch
 from services.engine import pack_file
 from services.engine.checkpoint import open_checkpoint
 from services.engine.model import LlamaModel
+from services.engine.model_spec import WeightDtype
 from services.engine.pack_file import load_packed, pack_path
 from services.engine.packed_model import PackedModel
 from services.engine.packing_plan import ALIGNMENT, fill, plan_pack
-from services.engine.model_spec import WeightDtype
 from services.engine.step_batch import build_batch
 from services.engine.types import PlanItem, SampleSpec, SeqId
 from services.engine.weights import load_weights
@@ -144,7 +144,9 @@ def test_float32_and_small_models_are_not_kept(path: Path, tmp_path: Path, monke
 def test_a_token_outside_the_vocabulary_is_refused(path: Path):
     """By name, before anything is computed."""
     checkpoint = open_checkpoint(path)
-    model = PackedModel(checkpoint.spec, plan_pack(checkpoint, "auto"), load_packed(checkpoint, "auto", str(path / "cache")))
+    model = PackedModel(
+        checkpoint.spec, plan_pack(checkpoint, "auto"), load_packed(checkpoint, "auto", str(path / "cache"))
+    )
     spec = checkpoint.spec
     with pytest.raises(IndexError, match="not in the vocabulary"):
         logits_of(model, spec, (1, spec.vocab_size))

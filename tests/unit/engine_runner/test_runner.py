@@ -7,8 +7,8 @@ import xxhash
 
 from services.engine.load import open_model
 from services.engine.model import Model
-from services.engine.runner import ModelRunner
 from services.engine.model_spec import LayerKV, kv_spec, pool_fingerprint
+from services.engine.runner import ModelRunner
 from services.engine.step_batch import build_batch
 from services.engine.types import PlanItem, SampleSpec, SeqId, StepPlan
 from shared.config import EngineConfig, ModelConfig
