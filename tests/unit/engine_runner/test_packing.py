@@ -144,7 +144,9 @@ def test_float32_and_small_models_are_not_kept(path: Path, tmp_path: Path, monke
 def test_a_token_outside_the_vocabulary_is_refused(path: Path):
     """By name, before anything is computed."""
     checkpoint = open_checkpoint(path)
-    model = PackedModel(checkpoint.spec, plan_pack(checkpoint, "auto"), load_packed(checkpoint, "auto", str(path / "cache")))
+    model = PackedModel(
+        checkpoint.spec, plan_pack(checkpoint, "auto"), load_packed(checkpoint, "auto", str(path / "cache"))
+    )
     spec = checkpoint.spec
     with pytest.raises(IndexError, match="not in the vocabulary"):
         logits_of(model, spec, (1, spec.vocab_size))
