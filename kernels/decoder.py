@@ -18,7 +18,8 @@ Floats = npt.NDArray[np.float32]
 _CACHE_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
-def _extension() -> ModuleType | None:
+def extension() -> ModuleType | None:
+    """The C++ bodies, or None where they were not built."""
     try:
         from kernels.cpu import _kernels
     except ImportError:
@@ -26,7 +27,7 @@ def _extension() -> ModuleType | None:
     return _kernels
 
 
-_kernels = _extension()
+_kernels = extension()
 
 
 def is_available() -> bool:

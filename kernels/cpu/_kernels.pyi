@@ -106,3 +106,14 @@ class Decoder:
 
 def peak_ops(kind: int, iterations: int, num_threads: int, /) -> int: ...
 def peak_read(data: npt.NDArray[np.uint8], num_threads: int, /) -> int: ...
+def draw_tokens(
+    logits: _Floats,
+    temperature: _Floats,
+    top_k: npt.NDArray[np.int64],
+    top_p: npt.NDArray[np.float64],
+    u: npt.NDArray[np.float64],
+    tokens: npt.NDArray[np.int64],
+    num_threads: int,
+    simd: bool,
+    /,
+) -> None: ...

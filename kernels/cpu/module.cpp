@@ -60,4 +60,5 @@ NB_MODULE(_kernels, m) {
   bind_linear(m);
   bind_decoder(m);
   bind_peak(m);
+  bind_sample(m);
 }

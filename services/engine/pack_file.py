@@ -95,7 +95,7 @@ def _write(path: Path, checkpoint: Checkpoint, plan: PackPlan) -> None:
     with NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix=".tmp", delete=False) as file:
         try:
             file.write(_header(plan))
-            file.write(memoryview(buffer))
+            file.write(buffer.data)
             file.flush()
             Path(file.name).replace(path)
         except BaseException:

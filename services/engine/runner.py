@@ -70,7 +70,9 @@ class ModelRunner:
             batch = build_batch(plan.items, self.block_size)
             logits = self._model.forward(batch, self._pool, self._num_threads)
             wanted = [(i, item.sample) for i, item in enumerate(plan.items) if item.sample is not None]
-            for (i, _), token in zip(wanted, sample(logits, [spec for _, spec in wanted]), strict=True):
+            for (i, _), token in zip(
+                wanted, sample(logits, [spec for _, spec in wanted], self._num_threads), strict=True
+            ):
                 sampled[i] = (token,)
         return StepResult(tuple(sampled), tuple(self._digest(block) for block in plan.digest_blocks))
 

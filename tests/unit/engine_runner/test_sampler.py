@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.cpu import _kernels
+from kernels.reference import sampling as reference
 from services.engine import sampler
 from services.engine.sampler import sample, uniform
 from services.engine.types import SampleSpec
@@ -36,10 +38,12 @@ def exact_probabilities(logits: torch.Tensor, temperature: float, top_p: float, 
     ("temperature", "top_p", "top_k"),
     [(1.0, 1.0, 0), (0.7, 1.0, 0), (2.5, 1.0, 0), (1.0, 0.8, 0), (1.0, 1.0, 7), (0.9, 0.6, 5), (1.5, 0.999, 0)],
 )
-@pytest.mark.parametrize("candidates", [4, 256])
-def test_tokens_fall_as_often_as_their_probabilities_say(monkeypatch, temperature, top_p, top_k, candidates):
-    """Chi-squared over 6,000 draws, with few candidates (most rows ranked in full) and with enough."""
-    monkeypatch.setattr(sampler, "CANDIDATES", candidates)
+@pytest.mark.parametrize("body", ["compiled", "few candidates", "reference"])
+def test_tokens_fall_as_often_as_their_probabilities_say(monkeypatch, temperature, top_p, top_k, body):
+    """Chi-squared over 6,000 draws; in the reference also with few candidates (most rows ranked in full)."""
+    if body != "compiled":
+        monkeypatch.setattr(sampler, "draw_tokens", reference.draw_tokens)
+        monkeypatch.setattr(reference, "CANDIDATES", 4 if body == "few candidates" else 256)
     logits = torch.randn(40, generator=torch.Generator().manual_seed(3)) * 2
     draws, seed = 6_000, 11
     specs = [spec(i, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed) for i in range(draws)]
@@ -107,18 +111,35 @@ def test_a_row_draws_the_same_alone_and_in_any_batch(rows, seed):
 
 
 @settings(max_examples=60, deadline=None)
-@given(params, st.integers(0, 10_000))
-def test_few_candidates_draw_the_same_as_many(chosen, position):
-    """How far the ranking was known is invisible in the result."""
-    logits = (torch.randn(1, 500, generator=torch.Generator().manual_seed(position)) * 8).round() / 4
-    answers = set()
-    before = sampler.CANDIDATES
-    try:
-        for sampler.CANDIDATES in (1, 8, 64, 500):
-            answers.update(sample(logits, [spec(position, **chosen)]))
-    finally:
-        sampler.CANDIDATES = before
+@given(params, st.integers(0, 10_000), st.booleans())
+def test_few_candidates_draw_the_same_as_many(chosen, position, wide):
+    """How far the ranking was known is invisible in the result, and so is which body drew it."""
+    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(position)) * (8 if wide else 2)
+    logits = logits.round() / 4  # with ties
+    specs = [spec(position, **chosen)]
+    answers = set(sample(logits, specs))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "draw_tokens", reference.draw_tokens)
+        for candidates in (1, 8, 64, 500):
+            patch.setattr(reference, "CANDIDATES", candidates)
+            answers.update(sample(logits, specs))
     assert len(answers) == 1
+
+
+@pytest.mark.parametrize("simd", [True, False], ids=["simd", "scalar"])
+def test_the_compiled_body_draws_what_the_reference_draws(simd: bool):
+    """Over a real vocabulary's size, flat and peaked rows, with and without cuts; a token with no weight never."""
+    rng = np.random.default_rng(0)
+    rows = 64
+    logits = (rng.standard_normal((rows, 5003)) * rng.choice([0.1, 1, 5], (rows, 1))).astype(np.float32)
+    logits[:, ::7] = -np.inf
+    temperature = rng.choice([0.3, 1.0, 2.0], rows).astype(np.float32)
+    top_k = rng.choice([1, 3, 50, 4000, 5003], rows)
+    top_p, u = rng.choice([0.1, 0.9, 1.0], rows), rng.random(rows)
+    got = np.empty(rows, np.int64)
+    _kernels.draw_tokens(logits, temperature, top_k, top_p, u, got, 2, simd)
+    np.testing.assert_array_equal(got, reference.draw_tokens(logits, temperature, top_k, top_p, u))
+    assert (got % 7 != 0).all()
 
 
 def test_uniform_numbers_differ_by_seed_choice_and_position():
