@@ -89,4 +89,6 @@ def _per_group(values: Halves) -> Packed:
 
 def _pad(x: npt.NDArray[Any], rows: int, columns: int) -> npt.NDArray[Any]:
     """Zeros behind, to whole multiples."""
+    if not len(x) % rows and not x.shape[1] % columns:
+        return x
     return np.pad(x, ((0, -len(x) % rows), (0, -x.shape[1] % columns)))

@@ -63,7 +63,10 @@ def pack_path(checkpoint: Checkpoint, dtype: WeightDtype, cache_dir: str = "") -
 
 
 def _in_memory(checkpoint: Checkpoint, plan: PackPlan) -> Buffer:
-    buffer = np.frombuffer(mmap.mmap(-1, plan.num_bytes), np.uint8)  # pages, so aligned
+    pages = mmap.mmap(-1, plan.num_bytes)
+    with suppress(OSError, AttributeError):
+        pages.madvise(mmap.MADV_HUGEPAGE)  # half a gigabyte of small pages takes a second to fault in
+    buffer = np.frombuffer(pages, np.uint8)
     fill(checkpoint, plan, buffer)
     return buffer
 
