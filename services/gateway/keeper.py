@@ -62,7 +62,9 @@ class Keeper:
 
     async def _readmit(self, stream: RequestStream) -> None:
         assert stream.request is not None
-        answer = await self._registry.readmit(stream.request, stream.epoch + 1, stream.token_ids)
-        if answer == "admitted":
+        epoch = stream.epoch + 1
+        answer = await self._registry.readmit(stream.request, epoch, stream.token_ids)
+        if answer != "full":  # a duplicate is this same admission, sent twice
+            stream.epoch = max(stream.epoch, epoch)  # whoever worked on it before is not believed any more
             self.num_readmitted += 1
             log.warning("request.readmitted", request_id=stream.request_id, tokens=len(stream.token_ids))

@@ -13,11 +13,20 @@ from typing import Any
 import msgspec
 
 from shared.keys import Keys
-from shared.messages import Cancel, ControlMsg, EpochRaised, Finished, GatewayMsg
+from shared.messages import (
+    Cancel,
+    ControlMsg,
+    EpochRaised,
+    Finished,
+    GatewayMsg,
+    WorkerMsg,
+    decode_request,
+)
 from tests.sim.redis_store import Store, Stream
 
 LIVE = ("dispatched", "prefill", "decode")
 _gateway = msgspec.msgpack.Decoder(GatewayMsg).decode
+_work: Callable[[bytes], Any] = msgspec.msgpack.Decoder(WorkerMsg).decode
 _control: Callable[[bytes], Any] = msgspec.msgpack.Decoder(ControlMsg).decode
 
 
@@ -27,6 +36,7 @@ class Record:
 
     gateway: str
     epoch: int
+    num_prompt: int
     state: str = "queued"
     attempt: str = ""
     holder: str = ""
@@ -43,11 +53,13 @@ class Book:
     def __init__(self, store: Store, keys: Keys, complain: Callable[[str], None]) -> None:
         self._store, self._keys, self._complain = store, keys, complain
         self._records: dict[str, Record] = {}
+        self._term = 0
         self._said: dict[bytes, tuple[int, int]] = {}  # stream -> last id seen
 
     def forget_all(self) -> None:
         """Redis is empty."""
         self._records.clear()
+        self._term = 0
 
     def script_ran(self, name: str, keys: list[Any], args: list[Any], answer: Any) -> None:
         check = getattr(self, f"_after_{name}", None)
@@ -61,16 +73,22 @@ class Book:
         known = request_id in self._records
         if answer == b"admitted":
             self._expect(not known, f"{request_id} admitted twice")
-            self._records[request_id] = Record(str(args[2]), int(args[5]), log=_unpack(args[6]))
+            num_prompt = len(decode_request(args[1]).token_ids)
+            self._records[request_id] = Record(str(args[2]), int(args[5]), num_prompt, log=_unpack(args[6]))
             self._compare(request_id)
         elif answer == b"duplicate":
             self._expect(known, f"{request_id} is no duplicate")
+
+    def _after_lead(self, keys: list[str], args: list[Any], answer: int) -> None:
+        self._expect(answer > self._term, f"term {answer} after {self._term}")
+        self._term = answer
 
     def _after_dispatch(self, keys: list[str], args: list[Any], answer: bytes) -> None:
         request_id, epoch, attempt = str(args[0]), int(args[1]), str(args[2])
         record = self._records.get(request_id)
         if answer != b"dispatched":
             return
+        self._expect(int(args[3]) == self._term, f"{request_id} dispatched by a deposed scheduler")
         if record is None:
             self._complain(f"{request_id} dispatched, but nobody knows it")
             return
@@ -80,6 +98,10 @@ class Book:
         record.state, record.attempt = "dispatched", attempt
         record.decode, record.prefill = str(args[4]), str(args[7])
         record.holder = ""
+        num_tokens = _work(args[6]).num_prompt_tokens
+        self._expect(
+            num_tokens == record.num_prompt + len(record.log), f"{request_id} goes on from {num_tokens} tokens"
+        )
         self._compare(request_id)
 
     def _after_accept(self, keys: list[str], args: list[Any], answer: int) -> None:

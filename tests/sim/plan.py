@@ -88,8 +88,10 @@ def _fault(rng: Random, at: float, slots: list[str], kinds: Sequence[str]) -> Fa
             return Fault(at, kind, rng.choice(workers))
         case "hang":
             return Fault(at, kind, rng.choice(workers), HANG_S)
-        case "wipe" | "usurp" | "ghost":
+        case "wipe" | "ghost":
             return Fault(at, kind)
+        case "usurp":
+            return Fault(at, kind, "scheduler-0", rng.choice((0.5, 3.0)))
         case "jump":
             return Fault(at, kind, "", 0.0, rng.choice((0.5, 3.0, 20.0)))
         case "bad_steps":

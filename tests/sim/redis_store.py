@@ -273,6 +273,12 @@ class Store:
         stream = self.get(key, Stream)
         return sum(stream.delete(parse_id(entry)) for entry in entries) if stream else 0
 
+    def _do_xtrim(self, key: bytes, how: bytes, count: bytes) -> int:
+        assert how == b"MAXLEN"
+        stream = self.get(key, Stream)
+        surplus = stream.ids[: max(0, len(stream.ids) - int(count))] if stream else []
+        return sum(stream.delete(entry) for entry in surplus)
+
     def _do_xlen(self, key: bytes) -> int:
         stream = self.get(key, Stream)
         return len(stream.ids) if stream else 0

@@ -258,14 +258,16 @@ class World:
         self.judge.wiped()
         self.redis.start()
 
-    async def _suffer_usurp(self, fault: Fault, life: Life | None) -> None:
-        """A second scheduler starts while the first is alive."""
+    async def _suffer_usurp(self, fault: Fault, old: Life | None) -> None:
+        """A second scheduler starts while the first is alive, and for a while both are."""
+        if old is None or not old.is_alive:
+            return
         self.num_usurpers += 1
-        life = Life(self, "scheduler-0", 100 + self.num_usurpers)
-        old, self.lives["scheduler-0"] = self.lives["scheduler-0"], life
+        life = self.lives[old.name] = self.heirs[old.incarnation] = Life(self, old.name, 100 + self.num_usurpers)
         self.all_lives.append(life)
-        self.heirs[old.incarnation] = life
         self.loop.start(life.proc, life.live(MAINS["scheduler"]))
+        await self.clock.sleep(fault.seconds)
+        self.crash(old)
 
     async def _suffer_drain(self, fault: Fault, life: Life | None) -> None:
         if life is not None and life.is_alive:

@@ -82,7 +82,9 @@ async def test_a_lost_request_is_admitted_again_with_its_tokens(desk: Desk) -> N
     desk.registry.state = "lost"
     await look_later(desk)
     assert desk.registry.readmitted == [(R, 4, (7, 8))]
+    desk.stream.accept(Tokens(R, 3, 0, 2, (99,)), 0.0)
     assert desk.stream.is_open
+    assert desk.stream.token_ids == [7, 8], "whoever worked on it before is not believed"
 
 
 async def test_a_gateway_that_redis_forgot_compares_at_once(desk: Desk) -> None:
