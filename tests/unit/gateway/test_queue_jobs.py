@@ -2,123 +2,42 @@
 a result that goes on wherever it was left."""
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from typing import Any
 
-import anyio
 import pytest
 import structlog
 
 from services.gateway import queue_job
-from services.gateway.queue_ingress import QueueIngress
-from services.gateway.queue_job import MAX_TRIES, JobParts, QueueCounts
+from services.gateway.queue_job import MAX_TRIES
 from shared.clock import SystemClock
-from shared.config import GatewayConfig, RedisConfig
+from shared.config import RedisConfig
 from shared.errors import BusError
-from shared.ids import Incarnation
-from shared.keys import Keys
-from shared.leases import AdmitAnswer
-from shared.messages import Finished, GenerateRequest, Tokens
-from shared.randomness import SeededRandomness
+from shared.messages import Finished, Tokens
 from shared.redis_link import RedisLink
-from shared.submissions import ResultItem, Submissions
+from shared.submissions import ResultItem
 from tests.unit.gateway.conftest import Gateway
-from tests.unit.gateway.fakes import FakePort, answer
+from tests.unit.gateway.fakes import answer
+from tests.unit.gateway.queue_world import (
+    CHAT,
+    COMPLETION,
+    CONFIG,
+    KEYS,
+    TEXT,
+    Queue,
+    joined,
+    make_queue,
+    other_gateway,
+)
 
 pytestmark = pytest.mark.anyio
-KEYS = Keys("job-test")
-TEXT = "Hello 🦜 there, END of it"
-CONFIG = GatewayConfig(max_submissions=3, submission_lease_s=10.0, max_body_bytes=1 << 20)
-
-
-@dataclass
-class PortAdmitter:
-    """Admission by the fake port, in the place of the leases."""
-
-    port: FakePort
-
-    async def admit(self, request: GenerateRequest, max_queued: int) -> AdmitAnswer:
-        return await self.port.admit(request)
-
-
-@dataclass
-class Queue:
-    """A gateway's ingress, its Redis, and time in the test's hands."""
-
-    gateway: Gateway
-    link: RedisLink
-    submissions: Submissions
-    ingress: QueueIngress
-
-    async def submit(self, name: str, body: object, **fields: Any) -> str:
-        text = body if isinstance(body, str) else json.dumps(body)
-        entry = await self.link.client.xadd(KEYS.submit(), {"id": name, "request": text, **fields})
-        return entry.decode()
-
-    async def result(self, name: str) -> tuple[list[dict[str, str]], dict[str, str]]:
-        """(parts, end), once it has ended."""
-        with anyio.fail_after(20):
-            while True:
-                found = await self.link.client.xrange(KEYS.result(name))
-                entries = [{k.decode(): v.decode() for k, v in values.items()} for _, values in found]
-                if entries and "status" in entries[-1]:
-                    return entries[:-1], entries[-1]
-                await anyio.sleep(0.01)
-
-    async def until(self, look: Callable[[], Any]) -> None:
-        async def ask() -> Any:
-            return look()
-
-        await self.until_redis(ask)
-
-    async def until_redis(self, ask: Callable[[], Awaitable[Any]]) -> Any:
-        """What `ask` gives, once it gives something."""
-        with anyio.fail_after(20):
-            while True:
-                if found := await ask():
-                    return found
-                await anyio.sleep(0.005)
-
-    @asynccontextmanager
-    async def running(self, ticking: bool = True) -> AsyncIterator[None]:
-        """Ingress and streams run, and with `ticking` the manual clock too, a second in 10 ms."""
-
-        async def tick() -> None:
-            while True:
-                self.gateway.clock.advance(0.1)
-                await anyio.sleep(0.001)
-
-        async with self.gateway.app.router.lifespan_context(self.gateway.app), anyio.create_task_group() as tasks:
-            tasks.start_soon(self.ingress.run)
-            if ticking:
-                tasks.start_soon(tick)
-            yield
-            tasks.cancel_scope.cancel()
 
 
 @pytest.fixture
 async def queue(gateway: Gateway, redis_url: str) -> AsyncIterator[Queue]:
     link = RedisLink(RedisConfig(url=redis_url), SystemClock())
-    submissions = Submissions(link, KEYS, SystemClock(), SeededRandomness(3), Incarnation("gw"), 60.0)
-    state = gateway.app.state
-    parts = JobParts(state.parts, state.endpoints, submissions, PortAdmitter(gateway.port), QueueCounts())
-    yield Queue(gateway, link, submissions, QueueIngress(submissions, parts, gateway.clock, CONFIG))
+    yield make_queue(gateway, link)
     await link.close()
-
-
-def joined(parts: list[dict[str, str]]) -> tuple[list[int], str]:
-    """(tokens, text) of the only choice, checked to be without hole or repeat."""
-    tokens: list[int] = []
-    for part in parts:
-        assert int(part["offset"]) == len(tokens)
-        tokens += json.loads(part["tokens"])
-    return tokens, "".join(part["text"] for part in parts)
-
-
-CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20}
-COMPLETION = {"prompt": "hi", "max_tokens": 20}
 
 
 @pytest.mark.parametrize(("path", "body"), [("chat/completions", CHAT), ("completions", COMPLETION)])
@@ -272,7 +191,7 @@ async def test_a_result_goes_on_where_another_gateway_left_it(queue: Queue, num_
     said = queue.gateway.ids(TEXT)
     num_out = min(num_out, len(said))
     queue.gateway.port.script = answer(said)
-    other = Submissions(queue.link, KEYS, SystemClock(), SeededRandomness(4), Incarnation("gone"), 60.0)
+    other = other_gateway(queue.link)
     await queue.submit("a", COMPLETION)
     (s,) = await other.read(1, 1)
     await other.open(s)
@@ -376,46 +295,3 @@ async def test_a_lost_redis_is_waited_for(queue: Queue) -> None:
         parts, end = await queue.result("a")
     assert end["status"] == "200"
     assert joined(parts)[0] == [5]
-
-
-# --- the ingress -----------------------------------------------------------------------------------------
-
-
-async def test_a_gateway_reads_no_more_than_it_has_room_for(queue: Queue) -> None:
-    """The rest waits in the stream, for any gateway."""
-    async with queue.running():
-        for i in range(5):
-            await queue.submit(f"job-{i}", COMPLETION)
-        await queue.until(lambda: len(queue.gateway.port.admitted) == 3)
-        await anyio.wait_all_tasks_blocked()
-        pending = await queue.link.client.xpending(KEYS.submit(), "gateways")
-        assert (pending["pending"], queue.ingress.counts().open) == (3, 3)
-        queue.gateway.port.script = answer([5])
-        for request in list(queue.gateway.port.admitted):
-            queue.gateway.port.emit(Finished(request.request_id, 1, "stop", 0))
-        for i in range(5):
-            await queue.result(f"job-{i}")
-
-
-async def test_a_gateway_that_ends_hands_its_submissions_over_at_once(queue: Queue) -> None:
-    """And cancels none of their work."""
-    async with queue.running():
-        await queue.submit("a", COMPLETION)
-        await queue.until(lambda: queue.gateway.port.admitted)
-    other = Submissions(queue.link, KEYS, SystemClock(), SeededRandomness(4), Incarnation("next"), 60.0)
-    (s,) = await other.claim(CONFIG.submission_lease_s, 10)
-    assert s.id == "a"
-    assert queue.gateway.port.cancelled == []
-
-
-async def test_a_gateway_that_lost_a_submission_drops_it_and_cancels_nothing(queue: Queue) -> None:
-    """It learns so at its next renewal."""
-    other = Submissions(queue.link, KEYS, SystemClock(), SeededRandomness(4), Incarnation("next"), 60.0)
-    async with queue.running():
-        await queue.submit("a", COMPLETION)
-        await queue.until(lambda: queue.gateway.port.admitted)
-        (s,) = await queue.until_redis(lambda: other.claim(0.0, 10))
-        await other.open(s)
-        await queue.until(lambda: queue.ingress.counts().open == 0)
-        assert len(queue.gateway.app.state.streams) == 0
-    assert queue.gateway.port.cancelled == []
