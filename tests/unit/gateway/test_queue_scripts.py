@@ -22,7 +22,7 @@ from shared.randomness import SeededRandomness
 from shared.redis_link import RedisLink
 from shared.roster import Roster
 from shared.submissions import MAX_DEAD, End, ResultItem, Submission, Submissions, read_entry
-from tests.unit.shared.test_leases import A1, Cell, D, P, dispatched, request
+from tests.unit.shared.cell import A1, Cell, D, P, dispatched, request
 
 pytestmark = pytest.mark.anyio
 KEYS = Keys("queue-test")

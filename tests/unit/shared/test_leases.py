@@ -1,18 +1,15 @@
 """The Lua face, script by script, on a real Redis: fences, credit, log, and who is told."""
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import msgspec
 import pytest
 
 from shared.bus import RedisBus
 from shared.clock import SystemClock
 from shared.config import RedisConfig
-from shared.hashing import chain_root
-from shared.ids import AttemptId, Incarnation, RequestId, WorkerId
+from shared.ids import Incarnation, RequestId
 from shared.keys import Keys
-from shared.leases import Dispatch, Fence, Leases
+from shared.leases import Leases
 from shared.messages import (
     Admitted,
     Cancel,
@@ -21,106 +18,16 @@ from shared.messages import (
     Ended,
     EpochRaised,
     Finished,
-    GenerateRequest,
     PrefillTask,
-    Registration,
-    SamplingParams,
     Tokens,
     WorkerJoined,
 )
 from shared.randomness import SeededRandomness
 from shared.redis_link import RedisLink
 from shared.roster import Roster
+from tests.unit.shared.cell import A1, A2, GW, Cell, D, P, R, dispatched, placement, registration, request
 
 pytestmark = pytest.mark.anyio
-
-R = RequestId("cmpl-1")
-GW, P, D = Incarnation("gw1"), Incarnation("p1"), Incarnation("d1")
-A1, A2 = AttemptId("a1"), AttemptId("a2")
-
-
-@dataclass
-class Cell:
-    leases: Leases
-    roster: Roster
-    bus: RedisBus
-    keys: Keys
-    link: RedisLink
-
-    async def seen(self, channel) -> list:
-        """Messages that wait on a channel; they are consumed."""
-        reader = self.bus.reader(channel)
-        deliveries = await reader.next(0.01)
-        await reader.ack(deliveries)
-        return [message for delivery in deliveries for message in delivery.messages]
-
-    async def taken(self, incarnation: Incarnation = D) -> int:
-        return {v.registration.incarnation: v.credit_taken for v in await self.roster.workers()}[incarnation]
-
-
-@pytest.fixture
-async def cell(redis_url: str) -> AsyncIterator[Cell]:
-    clock = SystemClock()
-    link = RedisLink(RedisConfig(url=redis_url), clock)
-    keys = Keys("test")
-    roster = Roster(link, keys, 1.0)
-    assert await roster.greet(GW)
-    yield Cell(Leases(link, keys, SeededRandomness(1)), roster, RedisBus(link, clock), keys, link)
-    await link.close()
-
-
-def request(request_id: RequestId = R) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=request_id,
-        gateway=GW,
-        token_ids=(5, 6, 7),
-        root_hash=chain_root(),
-        block_hashes=(),
-        sampling=SamplingParams(max_tokens=4),
-    )
-
-
-def registration(incarnation: Incarnation, role: str, num_blocks: int = 10) -> Registration:
-    return Registration(
-        worker_id=WorkerId(f"{role}-0"),
-        incarnation=incarnation,
-        role=role,
-        model="m",
-        fingerprint="f",
-        protocol=1,
-        block_size=16,
-        num_blocks=num_blocks,
-        max_model_len=100,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        endpoints=(),
-    )
-
-
-def placement(epoch: int = 1, attempt: AttemptId = A1, credit: int = 4, term: int = 1, request_id: RequestId = R):
-    common = {"request_id": request_id, "epoch": epoch, "attempt": attempt, "term": term, "num_prompt_tokens": 3}
-    return Dispatch(
-        request_id=request_id,
-        epoch=epoch,
-        attempt=attempt,
-        term=term,
-        decode=D,
-        credit_blocks=credit,
-        decode_task=DecodeTask(credit_blocks=credit, **common),
-        prefill=P,
-        prefill_task=PrefillTask(reader=D, **common),
-    )
-
-
-async def dispatched(cell: Cell) -> Fence:
-    """A request on its way to both workers; all streams read empty."""
-    await cell.roster.register(registration(P, "prefill"))
-    await cell.roster.register(registration(D, "decode"))
-    assert await cell.leases.lead(Incarnation("s1")) == 1
-    assert await cell.leases.admit(request(), 8) == "admitted"
-    assert await cell.leases.dispatch(placement()) == "dispatched"
-    await cell.seen(cell.keys.sched())
-    return Fence(R, 1, A1)
 
 
 async def test_admit_is_bounded_and_idempotent(cell: Cell) -> None:
@@ -349,87 +256,3 @@ async def test_the_deployment_key_is_made_once(cell: Cell) -> None:
     other = Leases(cell.link, cell.keys, SeededRandomness(2))
     assert len(first) == 32
     assert await other.deployment_key() == first
-
-
-async def test_only_a_gateway_that_lives_can_admit(cell: Cell) -> None:
-    """One that never greeted, or is being buried, is told so; greeting again helps."""
-    stranger = replace_gateway(request(), Incarnation("gw2"))
-    assert await cell.leases.admit(stranger, 8) == "unknown"
-    assert await cell.roster.greet(Incarnation("gw2"))
-    assert not await cell.roster.greet(Incarnation("gw2"))
-    assert await cell.leases.admit(stranger, 8) == "admitted"
-
-
-def replace_gateway(original: GenerateRequest, gateway: Incarnation) -> GenerateRequest:
-    return msgspec.structs.replace(original, gateway=gateway)
-
-
-async def test_a_dead_gateway_leaves_nothing_behind(cell: Cell) -> None:
-    """Overdue: its open requests are listed for the reaper, and its stream goes once they have ended."""
-    await dispatched(cell)
-    await cell.leases.admit(request(RequestId("cmpl-2")), 8)
-    assert await cell.roster.bury_gateway(GW) is None, "it is not overdue"
-    await cell.link.client.zadd(cell.keys.gateways(), {GW: 1})
-    assert await cell.roster.dead_gateways() == [GW]
-    assert sorted(await cell.roster.bury_gateway(GW) or []) == ["cmpl-1", "cmpl-2"]
-    assert await cell.leases.admit(request(RequestId("cmpl-3")), 8) == "unknown"
-    assert await cell.leases.cancel(R, "its gateway died")
-    await cell.roster.forget_gateway(GW)
-    assert await cell.roster.dead_gateways() == [GW], "it has a request open still"
-    assert await cell.leases.cancel(RequestId("cmpl-2"), "its gateway died")
-    await cell.roster.forget_gateway(GW)
-    assert await cell.roster.dead_gateways() == []
-    assert not await cell.link.client.exists(cell.keys.tokens(GW).key, cell.keys.open(GW))
-
-
-async def test_a_gateway_that_comes_back_keeps_its_stream(cell: Cell) -> None:
-    """It greeted between burial and oblivion: whoever buries it must not delete what it reads from."""
-    await dispatched(cell)
-    await cell.link.client.zadd(cell.keys.gateways(), {GW: 1})
-    assert await cell.roster.bury_gateway(GW) == [R]
-    assert await cell.leases.cancel(R, "its gateway died")
-    assert await cell.roster.greet(GW), "it learns that it was given up"
-    await cell.roster.forget_gateway(GW)
-    assert await cell.seen(cell.keys.tokens(GW)) == [Finished(R, 1, "cancelled", error="its gateway died")]
-
-
-async def test_a_request_that_redis_lost_goes_on_where_its_client_is(cell: Cell) -> None:
-    """Admitted again with the tokens already sent, at an epoch that fences whoever worked on it before."""
-    fence = await dispatched(cell)
-    await cell.leases.emit(GW, [(Tokens(R, 1, 0, 0, (11, 12)), A1)])
-    await cell.link.client.flushdb()
-    assert await cell.leases.states([R]) == ["lost"]
-    assert await cell.roster.greet(GW), "it learns that Redis forgot it"
-    assert await cell.leases.readmit(request(), 2, (11, 12)) == "admitted"
-    assert await cell.leases.readmit(request(), 2, (11, 12)) == "duplicate"
-    assert await cell.leases.states([R, RequestId("never")]) == ["live", "lost"]
-    state = await cell.leases.load(R)
-    assert state is not None
-    assert (state.epoch, state.output) == (2, (11, 12))
-    assert await cell.leases.emit(GW, [(Tokens(R, 1, 0, 2, (13,)), A1)]) == [False]
-    assert await cell.leases.accept(fence, D, "decode", 5) == "stale"
-
-
-async def test_every_end_takes_a_request_off_its_gateways_list(cell: Cell) -> None:
-    """Completed, cancelled, failed, given up after its attempts: none stays open."""
-    fence = await dispatched(cell)
-    await cell.leases.complete(fence, GW, Finished(R, 1, "length"), D, P)
-    ends = {"cancelled": cell.leases.cancel, "failed": lambda i, why: cell.leases.fail(i, 1, why)}
-    for name, end in ends.items():
-        await cell.leases.admit(request(RequestId(name)), 8)
-        assert await cell.link.client.sismember(cell.keys.open(GW), name)
-        assert await end(RequestId(name), "why")
-    last = RequestId("last")
-    await cell.leases.admit(request(last), 8)
-    await cell.leases.dispatch(placement(request_id=last))
-    assert await cell.leases.requeue(last, 1, "decode died", 1, lost=D) == "failed"
-    assert await cell.link.client.smembers(cell.keys.open(GW)) == set()
-    assert await cell.leases.states([R, last]) == ["ended", "ended"]
-
-
-async def test_a_cancelled_request_leaves_the_prefill_workers_list(cell: Cell) -> None:
-    """Prefill gives nothing back by itself: the script does it."""
-    await dispatched(cell)
-    await cell.leases.cancel(R, "gone")
-    assert await cell.roster.held(P) == []
-    assert await cell.roster.held(D) == [(R, 1)], "until decode has dropped its blocks"

@@ -13,7 +13,7 @@ from shared.leases import Leases
 from shared.randomness import SeededRandomness
 from shared.redis_link import RedisLink
 from shared.roster import Roster
-from tests.unit.shared.test_leases import registration, request
+from tests.unit.shared.cell import GW, registration, request
 
 pytestmark = pytest.mark.anyio
 KEYS = Keys("outage")
@@ -48,7 +48,8 @@ async def test_a_broken_pipeline_is_sent_again_whole(redis_url: str) -> None:
     link = RedisLink(RedisConfig(url=redis_url), SystemClock())
     roster, leases = Roster(link, KEYS, 1.0), Leases(link, KEYS, SeededRandomness(1))
     await roster.register(registration(Incarnation("d"), "decode"))
-    await leases.admit(request(RequestId("r")), 10)
+    await roster.greet(GW)
+    assert await leases.admit(request(RequestId("r")), 10) == "admitted"
     real = link.client
     link.client = first = Breaking(real)
     assert [view.registration.incarnation for view in await roster.workers()] == ["d"]
