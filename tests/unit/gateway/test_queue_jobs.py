@@ -185,12 +185,14 @@ async def test_a_deadline_means_nothing_after_the_first_token(queue: Queue) -> N
     assert end["status"] == "200"
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("num_out", [0, 1, 3, 6, 100])
-async def test_a_result_goes_on_where_another_gateway_left_it(queue: Queue, num_out: int) -> None:
+async def test_a_result_goes_on_where_another_gateway_left_it(queue: Queue, num_out: int, at_once: bool) -> None:
     """However many tokens are out: the whole is the same, no token twice, none missing, no character split."""
     said = queue.gateway.ids(TEXT)
     num_out = min(num_out, len(said))
-    queue.gateway.port.script = answer(said)
+    whole = lambda r: [Tokens(r.request_id, 1, 0, 0, tuple(said)), Finished(r.request_id, 1, "length", len(said))]  # noqa: E731
+    queue.gateway.port.script = whole if at_once else answer(said)
     other = other_gateway(queue.link)
     await queue.submit("a", COMPLETION)
     (s,) = await other.read(1, 1)
@@ -235,22 +237,35 @@ async def test_a_stop_string_ends_the_result_and_the_work(queue: Queue) -> None:
 
 
 async def test_the_seed_is_the_submissions_own(queue: Queue) -> None:
-    """Two attempts sample alike, two submissions do not, and a client's own seed counts."""
+    """Two gateways sample alike, two submissions do not, and a client's own seed counts."""
     port = queue.gateway.port
-    port.script = answer([5], reason="cancelled")  # by somebody else: the attempt is made again
+    async with queue.running():
+        await queue.submit("a", COMPLETION)
+        await queue.until(lambda: port.admitted)
+    next_gateway = make_queue(queue.gateway, queue.link)
+    port.script = answer([5])
+    async with next_gateway.running():
+        await queue.result("a")
+        await queue.submit("b", COMPLETION)
+        await queue.result("b")
+        await queue.submit("c", {**COMPLETION, "seed": 11})
+        await queue.result("c")
+    first, second, b, c = [r.sampling.seed for r in port.admitted]
+    assert first == second != b
+    assert c == 11
+
+
+async def test_work_that_somebody_cancelled_is_taken_up_again(queue: Queue) -> None:
+    """Nobody but its client may end a submission; what was done about a gateway that was taken for dead does not."""
+    port = queue.gateway.port
+    port.script = answer([5], reason="cancelled")
     async with queue.running():
         await queue.submit("a", COMPLETION)
         await queue.until(lambda: len(port.admitted) >= 2)
         port.script = answer([5])
-        await queue.result("a")
-        await queue.submit("b", COMPLETION)
-        await queue.submit("c", {**COMPLETION, "seed": 11})
-        await queue.result("b")
-        await queue.result("c")
-    *of_a, b, c = port.admitted
-    assert len({r.sampling.seed for r in of_a}) == 1
-    assert len({of_a[0].sampling.seed, b.sampling.seed, c.sampling.seed}) == 3
-    assert c.sampling.seed == 11
+        _, end = await queue.result("a")
+    assert end["status"] == "200"
+    assert await queue.link.client.xlen(KEYS.dead()) == 0
 
 
 async def test_an_attempt_that_never_gives_a_token_is_not_made_for_ever(
