@@ -18,6 +18,7 @@ from shared.bus import blocking, with_group
 from shared.clock import Clock
 from shared.ids import Incarnation, RequestId
 from shared.keys import Keys
+from shared.leases import CONTROL_MS
 from shared.messages import Admitted, Cancel, GenerateRequest, encode
 from shared.randomness import Randomness
 from shared.redis_link import RedisLink
@@ -202,7 +203,7 @@ class Submissions:
                 encode(Admitted(request_id=request_id, epoch=epoch + 1)),
                 encode(Cancel(request_id=request_id, epoch=epoch, reason="another gateway goes on")),
             )
-            args = [self._owner, request_id, epoch, prefill, decode, _text(gw), *messages, nonce]
+            args = [self._owner, request_id, epoch, prefill, decode, _text(gw), *messages, nonce, CONTROL_MS]
             answer = await self._scripts.run("submit_adopt", keys, args)
             if answer != b"moved":
                 return answer.decode()

@@ -1,7 +1,7 @@
 -- A submission's owner goes on with a request that was admitted before, by itself or by a gateway that is gone:
 -- the next epoch, events to the owner's stream from the token log on; or, where it has ended, its end once more.
 -- KEYS: sub req queued leases tokens sched log control_p control_d held_p open open_before
--- ARGV: owner id epoch prefill decode gateway body admitted_msg cancel_msg nonce   (epoch ... gateway as last read)
+-- ARGV: owner id epoch prefill decode gateway body admitted_msg cancel_msg nonce control_ms   (epoch ... gateway as last read)
 -- 'unknown' = never admitted, or forgotten; 'moved' = look again; 'lost' = another gateway's. Repeatable by its nonce.
 local s = redis.call('HMGET', KEYS[1], 'owner', 'state')
 if s[1] ~= ARGV[1] or s[2] ~= 'open' then return 'lost' end
@@ -19,8 +19,10 @@ end
 if r[1] == 'dispatched' or r[1] == 'prefill' or r[1] == 'decode' then
   redis.call('ZREM', KEYS[4], ARGV[2])
   redis.call('HDEL', KEYS[10], ARGV[2] .. '/' .. ARGV[3])
-  if ARGV[4] ~= '-' then redis.call('XADD', KEYS[8], '*', 'm', ARGV[9]) end
+  if ARGV[4] ~= '-' and r[1] ~= 'decode' then redis.call('XADD', KEYS[8], '*', 'm', ARGV[9]) end
   redis.call('XADD', KEYS[9], '*', 'm', ARGV[9])
+  redis.call('PEXPIRE', KEYS[8], ARGV[11])
+  redis.call('PEXPIRE', KEYS[9], ARGV[11])
 end
 local epoch, t = tonumber(ARGV[3]) + 1, redis.call('TIME')
 redis.call('HSET', KEYS[2], 'st', 'queued', 'ep', epoch, 'gw', ARGV[1], 'body', ARGV[7], 'nonce', ARGV[10])
