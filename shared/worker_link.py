@@ -70,7 +70,7 @@ class Duties(Protocol):
         ...
 
     def progress(self) -> int | None:
-        """A number that grows with each step; None when there is nothing to do."""
+        """The number of the step under way; None while none is. The same one twice: the engine is stuck."""
         ...
 
     def cached_hashes(self) -> tuple[BlockHash, ...]:

@@ -59,6 +59,7 @@ class Life:
         self.ready = False
         self.slowness = 1.0
         self.hung = False
+        self.hangs = anyio.Event()  # a step that never ends has begun
         self.stopping = anyio.Event()  # SIGTERM
         self.exit = ""
         self.disturbed_at = 0.0  # last time that it could not hear or act
@@ -131,7 +132,9 @@ class StepOffload:
         if args and isinstance(args[0], StepPlan):
             cost = world.rng.uniform(0.8, 1.2) * (0.004 + 0.0004 * args[0].num_tokens) * self._life.slowness
             cost *= world.plan.pace
-            cost += 2 * HANG_S * self._life.hung
+            if self._life.hung:
+                self._life.hangs.set()
+                cost = 3 * HANG_S
         with anyio.CancelScope(shield=True):
             await world.clock.sleep(cost)
         ticket = getattr(fn, "__self__", None)

@@ -8,17 +8,8 @@ from random import Random
 from tests.sim.calls import Ask, draw_asks
 
 FAULTS = (
-    "crash",
-    "freeze",
-    "slow",
-    "redis_down",
-    "lost_replies",
-    "cut",
-    "flip",
-    "kv_loss",
-    "kv_repeat",
-    "partition",
-    "nap",
+    *("crash", "freeze", "nap", "partition", "slow", "redis_down", "lost_replies"),
+    *("cut", "flip", "kv_loss", "kv_repeat"),
 )
 RARE = ("wipe", "usurp", "drain", "jump", "ghost", "bad_steps", "hang")
 HANG_S = 14.0

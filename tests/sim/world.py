@@ -283,8 +283,10 @@ class World:
         """A step that never ends, while the rest of the process goes on."""
         if life is not None and life.is_alive and life.engine is not None:
             life.hung = True
+            with anyio.move_on_after(fault.seconds):
+                await life.hangs.wait()
             await self.clock.sleep(fault.seconds)
-            if life.is_alive:
+            if life.is_alive and life.hangs.is_set():
                 self.judge.nobody_waits_for(life)
             self.crash(life)
 
