@@ -97,6 +97,8 @@ class WorkerLink:
         self._clock, self._config = clock, config
         self._incarnation: Incarnation = registration.incarnation
         self._leaving = False
+        self._seen: int | None = None  # progress at the last look
+        self._looks = 0  # at which it was the same
         self._kv_seq = 0
         self._kv_order = anyio.Lock()  # messages leave in the order of their numbers
 
@@ -115,8 +117,7 @@ class WorkerLink:
                 raise Buried(f"{self._incarnation} was declared dead")
             beats += 1
             if beats % KV_SIGN_EVERY == 0:
-                async with self._kv_order:
-                    await self._publish(())
+                await self._sign()
 
     async def read(self) -> None:
         """Take control messages and tasks, control first, until cancelled."""
@@ -150,18 +151,10 @@ class WorkerLink:
 
         :raises Stuck: it has made none for far too long.
         """
-        seen: int | None = -1
-        looks = 0
         while True:
             await self._clock.sleep(self._config.lease_s / 4)
-            progress = self._duties.progress()
-            if progress is not None and progress == seen:
-                looks += 1
-                log.warning("worker.stalled", steps=progress, looks=looks)
-                if looks >= STUCK_LOOKS:
-                    raise Stuck(f"step {progress} does not end")
+            if self._is_stuck(self._duties.progress()):
                 continue
-            seen, looks = progress, 0
             fences = list(self._duties.held())
             for start in range(0, len(fences), 64):
                 some = fences[start : start + 64]
@@ -170,11 +163,30 @@ class WorkerLink:
                     if answer != "held":
                         self._duties.lost(fence, answer == "handed_on")
 
+    def _is_stuck(self, progress: int | None) -> bool:
+        """Whether there was no progress since the last look.
+
+        :raises Stuck: nor for many looks before that.
+        """
+        if progress is None or progress != self._seen:
+            self._seen, self._looks = progress, 0
+            return False
+        self._looks += 1
+        log.warning("worker.stalled", steps=progress, looks=self._looks)
+        if self._looks >= STUCK_LOOKS:
+            raise Stuck(f"step {progress} does not end")
+        return True
+
     async def publish_kv(self, events: Sequence[Stored | Removed | Cleared]) -> None:
         """Tell the prefix index; messages are numbered without gaps."""
         if events:
             async with self._kv_order:
                 await self._publish(events)
+
+    async def _sign(self) -> None:
+        """An empty message: its number tells whether the last ones arrived."""
+        async with self._kv_order:
+            await self._publish(())
 
     async def _resend_kv(self) -> None:
         """The snapshot is taken inside the lock: whatever is published later is newer or says the same again."""

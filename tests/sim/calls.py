@@ -70,7 +70,7 @@ class Ask:
         )
 
 
-def draw_asks(rng: Random, count: int, rate: float) -> list[Ask]:
+def draw_asks(rng: Random, count: int, rate: float, leavers: float, *, talkative: bool) -> list[Ask]:
     """Arrivals in bursts, short and long prompts, shared prefixes, stops, cancels, slow readers."""
     prefixes = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((4, 8, 12, 17)))) for _ in range(4)]
     at, asks = 0.0, []
@@ -79,23 +79,23 @@ def draw_asks(rng: Random, count: int, rate: float) -> list[Ask]:
         prompt = rng.choice(prefixes) if rng.random() < 0.4 else ()
         more = rng.choice((1, 2, 5, 9, 9, 16, 21)) if rng.random() < 0.93 else rng.randrange(40, 90)
         prompt += tuple(rng.randrange(VOCAB_SIZE) for _ in range(more))
-        max_tokens = rng.choice((1, 2, 3, 5, 8, 8, 13)) if rng.random() < 0.95 else 40
-        asks.append(_draw(rng, f"r{i}", at, prompt, max_tokens))
+        max_tokens = rng.choice((1, 2, 3, 5, 8, 8, 13)) if rng.random() < (0.5 if talkative else 0.95) else 40
+        asks.append(_draw(rng, f"r{i}", at, prompt, max_tokens, leavers))
     return asks
 
 
-def _draw(rng: Random, name: str, at: float, prompt: tuple[int, ...], max_tokens: int) -> Ask:
+def _draw(rng: Random, name: str, at: float, prompt: tuple[int, ...], max_tokens: int, leavers: float) -> Ask:
     seed, dice = rng.randrange(100), rng.random()
     ask = Ask(name, at, prompt, max_tokens, seed, rng.choice((0, 0, 0, 1, -1)))
-    if dice < 0.1:
+    if rng.random() < leavers:
         return Ask(**{**vars(ask), "leaves_after": rng.expovariate(8)})
-    if dice < 0.18 or (max_tokens > 20 and dice < 0.5):
+    if dice < 0.1 or (max_tokens > 20 and dice < 0.5):
         answer = fake_answer(prompt, max_tokens, seed=seed)
         return Ask(**{**vars(ask), "stop_token": rng.choice(answer)})
-    if dice < 0.22:
+    if dice < 0.15:
         answer = fake_answer(prompt, max_tokens, seed=seed)
         return Ask(**{**vars(ask), "stop_text": f"{rng.choice(answer)} "})
-    if dice < 0.26:
+    if dice < 0.2:
         return Ask(**{**vars(ask), "reads_every": rng.uniform(0.05, 0.6)})
     return ask
 

@@ -75,9 +75,12 @@ class Judge:
         self._book.forget_all()
 
     def haunt(self) -> None:
-        """A late word of an old epoch, wrong in itself, appears in the streams of the gateways. No fence lets such a
-        thing through; the gateway must not believe it all the same."""
+        """The streams of the gateways say their last word again, and a late word of an old epoch, wrong in itself. No
+        script does either; the gateway must not believe it all the same."""
         store = self._world.redis.store
+        for value in [v for k, v in store.data.items() if b":tokens:" in k and v.ids]:
+            echo = value.entries[value.ids[-1]]
+            value.add(store.now_ms(), echo)
         for key, value in list(store.data.items()):
             if b":req:" not in key or value.get(b"st") == b"done" or int(value.get(b"ep", 1)) < 2:
                 continue
@@ -97,11 +100,10 @@ class Judge:
                 said = "never offered" if offer is None else offer.outcome
                 self._world.violate(f"held, says the source of {answer.request_id}/{answer.epoch}, but it was {said}")
 
-    def landed(self, life: Life, seq_id: str) -> None:
-        """Nobody decodes from blocks that the source did not confirm."""
-        request_id, epoch, _ = seq_id.split("/")
-        if (life.incarnation, request_id, int(epoch)) not in self._held:
-            self._world.violate(f"{life.incarnation} decodes {seq_id} without the source's word")
+    def fetched(self, life: Life, request_id: RequestId, epoch: int) -> None:
+        """No fetch is good before the source has confirmed it."""
+        if (life.incarnation, request_id, epoch) not in self._held:
+            self._world.violate(f"{life.incarnation} took {request_id}/{epoch} without its source's word")
 
     def byte_lands(self, reader: str, block: BlockId) -> None:
         """A block that bytes move into is set aside for that, or still in quarantine."""
@@ -122,25 +124,30 @@ class Judge:
             world.violate(f"{incarnation} was buried alive")
 
     def nobody_waits_for(self, life: Life) -> None:
-        """A worker whose step never ends has lost all that it had."""
+        """A worker whose step never ends has lost all that it had, unless the reaper must not reap."""
+        if not self._may_reap(5.0):
+            return
         for key, value in self._world.redis.store.data.items():
             if b":req:" in key and value.get(b"st") in (b"dispatched", b"prefill", b"decode"):
                 holder = value[b"pw"] if value[b"st"] != b"decode" and value[b"pw"] != b"-" else value[b"dw"]
                 if holder == life.incarnation.encode():
                     self._world.violate(f"{key.decode()} still waits for {life.incarnation}, which hangs")
 
-    def _check_leases(self) -> None:
-        """No lease outlives its deadline, once the reaper may reap."""
+    def _may_reap(self, for_s: float) -> bool:
+        """Whether a scheduler has been leading, well and free to reap for so long."""
         world = self._world
         life = world.lives["scheduler-0"]
         if not life.is_alive or life.scheduler is None or life.proc.frozen or life.client.partitioned:
-            return
-        if world.redis.down:
-            return
-        now, lease_s = world.clock.now(), world.settings.lease.lease_s
-        reaper = life.scheduler.reaper
-        quiet_since = max(reaper._quiet_since, life.link.last_outage or 0.0, life.disturbed_at, reaper.last_look - 0.5)
-        if now - quiet_since < lease_s + 1.0 or now - reaper.last_look > 1.0:
+            return False
+        now, reaper = world.clock.now(), life.scheduler.reaper
+        quiet_since = max(reaper._quiet_since, life.link.last_outage or 0.0, life.disturbed_at)
+        in_time = now - reaper.last_look < 1.0 and not world.redis.down
+        return in_time and now - quiet_since > world.settings.lease.lease_s + for_s
+
+    def _check_leases(self) -> None:
+        """No lease outlives its deadline, once the reaper may reap."""
+        world = self._world
+        if not self._may_reap(1.0):
             return
         deadline_ms = world.redis.store.now_ms() - 1500
         for member, score in (world.redis.store.get(world.keys.leases().encode()) or {}).items():
@@ -155,7 +162,10 @@ class Judge:
             self._world.violate(f"{life.incarnation} works on {seq_id}, whose cancel it heard before")
         since = self._cancelled.get(request_id)
         now = self._world.clock.now()
-        if since is not None and now - max(since, life.disturbed_at, self.disturbed_at) > GRACE_S + 0.1 * life.slowness:
+        if since is None:
+            return
+        grace_s = GRACE_S + 0.1 * life.slowness * self._world.plan.pace
+        if now - max(since, life.disturbed_at, self.disturbed_at) > grace_s:
             self._world.violate(f"{life.incarnation} works on {seq_id}, cancelled {now - since:.2f} s ago")
 
     # --- at a fine grain ---
@@ -207,7 +217,7 @@ class Judge:
         for name in (world.keys.queued(), world.keys.leases()):
             if store.get(name.encode()):
                 return f"{name} is not empty"
-        return self._index_differs()
+        return self._index_differs() or self._keys_left()
 
     def _busy(self, life: Life) -> str:
         assert life.engine is not None
@@ -243,7 +253,6 @@ class Judge:
                 world.violate(f"{call.ask.name}: {fault}")
             if call.outcome == "error" and not self._may_fail(call):
                 world.violate(f"{call.ask.name}: error {call.error}")
-        self._check_keys()
 
     def _may_fail(self, call: Call) -> bool:
         """Only if the queue is short, or its gateway was given up as dead because it could not speak for too long."""
@@ -256,8 +265,8 @@ class Judge:
                 until = max(until, end)
         return blind_s >= self._world.settings.lease.heartbeat_s * (MISSED_GREETINGS - 1)
 
-    def _check_keys(self) -> None:
-        """No key is left but those of the living and those that expire."""
+    def _keys_left(self) -> str:
+        """Keys that belong to nobody alive and do not expire."""
         world, store = self._world, self._world.redis.store
         alive = {life.incarnation.encode() for life in world.lives.values() if life.is_alive}
         shared = {b"sched", b"kv", b"index", b"workers", b"leader", b"deployment_key", b"gateways"}
@@ -265,4 +274,5 @@ class Judge:
             parts = key.split(b":", 2)
             if key in store.deadlines or parts[1] in shared or (len(parts) > 2 and parts[2] in alive):
                 continue
-            world.violate(f"key {key.decode()} is left")
+            return f"key {key.decode()} is left"
+        return ""

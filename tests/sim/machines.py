@@ -14,7 +14,7 @@ from services.engine.block_pool import BlockPool
 from services.engine.engine import Engine
 from services.engine.fake_runner import FakeRunner
 from services.engine.planner import Planner, PlannerLimits
-from services.engine.types import SeqId, StepPlan, StepResult
+from services.engine.types import StepPlan, StepResult
 from services.gateway.generation import Services
 from services.gateway.keeper import Keeper
 from services.gateway.ports import NullObserver
@@ -23,12 +23,13 @@ from services.gateway.streams import Streams
 from services.prefill.worker import PrefillWorker
 from services.prefix_index.service import IndexService
 from services.scheduler.service import Scheduler
-from services.transfer import Identity, Region
+from services.transfer import Fetched, Identity, Region, TransferReader
+from services.transfer.landing import Ticket
 from shared.bus import RedisBus
 from shared.errors import BatonError
-from shared.ids import Incarnation, WorkerId
+from shared.ids import Incarnation, RequestId, WorkerId
 from shared.leases import Leases
-from shared.messages import PROTOCOL_VERSION, FirstToken, Registration, Role
+from shared.messages import PROTOCOL_VERSION, Registration, Role, SourceRef
 from shared.redis_link import RedisLink
 from shared.roster import Roster
 from shared.worker_link import WorkerLink
@@ -58,6 +59,7 @@ class Life:
         self.ready = False
         self.slowness = 1.0
         self.hung = False
+        self.hangs = anyio.Event()  # a step that never ends has begun
         self.stopping = anyio.Event()  # SIGTERM
         self.exit = ""
         self.disturbed_at = 0.0  # last time that it could not hear or act
@@ -106,6 +108,18 @@ def leaf(exc: BaseException) -> BaseException:
     return exc
 
 
+def watch_fetches(life: Life, reader: TransferReader) -> None:
+    """Tell the judge of each fetch that came out well."""
+    fetch = reader.fetch
+
+    async def watched(source: SourceRef, request_id: RequestId, epoch: int, *rest: Any) -> Fetched:
+        fetched = await fetch(source, request_id, epoch, *rest)
+        life.world.judge.fetched(life, request_id, epoch)
+        return fetched
+
+    reader.fetch = watched  # type: ignore[method-assign]
+
+
 class StepOffload:
     """Runs on the event loop; takes virtual time. A cancelled caller waits for the end, as with a thread."""
 
@@ -114,12 +128,19 @@ class StepOffload:
 
     async def run(self, fn: Callable[..., Any], *args: object) -> Any:
         world = self._life.world
-        cost = world.rng.uniform(0.5, 1.5) * 0.0005
+        cost = world.rng.expovariate(500)
         if args and isinstance(args[0], StepPlan):
             cost = world.rng.uniform(0.8, 1.2) * (0.004 + 0.0004 * args[0].num_tokens) * self._life.slowness
-            cost += 2 * HANG_S * self._life.hung
+            cost *= world.plan.pace
+            if self._life.hung:
+                self._life.hangs.set()
+                cost = 3 * HANG_S
         with anyio.CancelScope(shield=True):
             await world.clock.sleep(cost)
+        ticket = getattr(fn, "__self__", None)
+        if isinstance(ticket, Ticket) and ticket.mapped is not None:  # it copies now
+            for piece in ticket.pieces:
+                world.judge.byte_lands(self._life.incarnation, piece.dest)
         return fn(*args)
 
 
@@ -143,18 +164,6 @@ class WatchedRunner:
         except AssertionError as exc:
             world.violate(f"{life.incarnation}: wrong KV: {exc}", exc)
             raise
-
-
-class WatchedEngine(Engine):
-    """Tells the judge of each landing."""
-
-    def __init__(self, life: Life, *args: Any) -> None:
-        super().__init__(*args)
-        self._life = life
-
-    def land(self, seq_id: SeqId, first: FirstToken) -> bool:
-        self._life.world.judge.landed(self._life, seq_id)
-        return super().land(seq_id, first)
 
 
 @dataclass
@@ -186,7 +195,7 @@ def build_engine(life: Life) -> tuple[Engine, Region]:
     )
     life.pool = BlockPool(config.num_blocks, BLOCK)
     runner = WatchedRunner(life, inner)
-    life.engine = WatchedEngine(life, Planner(life.pool, limits), runner, StepOffload(life), life.clock)
+    life.engine = Engine(Planner(life.pool, limits), runner, StepOffload(life), life.clock)
     return life.engine, region
 
 
@@ -231,6 +240,7 @@ async def decode_main(life: Life) -> None:
     engine, region = build_engine(life)
     identity = Identity(life.incarnation, FINGERPRINT)
     reader = world.network.reader(region, identity, settings.transfer, StepOffload(life))
+    watch_fetches(life, reader)
     worker = DecodeWorker(
         *(life.incarnation, engine, reader, life.leases),
         *(settings.lease.lease_s, registration(life, "decode", ()).max_model_len, settings.scheduler.max_attempts),

@@ -7,7 +7,10 @@ from random import Random
 
 from tests.sim.calls import Ask, draw_asks
 
-FAULTS = ("crash", "freeze", "slow", "redis_down", "lost_replies", "cut", "flip", "kv_loss", "kv_repeat", "partition")
+FAULTS = (
+    *("crash", "freeze", "nap", "partition", "slow", "redis_down", "lost_replies"),
+    *("cut", "flip", "kv_loss", "kv_repeat"),
+)
 RARE = ("wipe", "usurp", "drain", "jump", "ghost", "bad_steps", "hang")
 HANG_S = 14.0
 """A step that never ends: by then nobody may wait for that worker any more, and it is killed."""
@@ -38,18 +41,31 @@ class Plan:
     max_queued: int = 100_000
     thorough: bool = False
     check_every: int = 16  # steps between two checks of an engine
+    pace: float = 1.0
+    shm: bool = False  # readers copy from the source's memory, instead of being sent the bytes
     with_book: bool = True  # hold every script against the model of `book.py`
 
 
-def draw(seed: int, num_requests: int, *, kinds: Sequence[str] | None = None, every_s: float = 0.8) -> Plan:
+def draw(
+    seed: int,
+    num_requests: int,
+    *,
+    kinds: Sequence[str] | None = None,
+    every_s: float = 0.8,
+    pace: float = 0,
+    leavers: float = 0.1,
+) -> Plan:
     """The plan of a seed.
 
     :param kinds: faults to choose from; None = all, some of them rarely; () = none.
     :param every_s: mean time between two faults.
+    :param pace: how long steps take, 1 to 10: slow ones give the faults time to meet requests. 0 = the seed's choice.
+    :param leavers: part of the clients that leave early.
     """
     rng = Random(f"plan {seed}")
-    rate = rng.choice((40.0, 80.0, 120.0))
-    asks = tuple(draw_asks(rng, num_requests, rate))
+    pace = pace or rng.choice((1, 1, 3, 10))
+    rate = rng.choice((40.0, 80.0, 120.0)) / pace**0.5
+    asks = tuple(draw_asks(rng, num_requests, rate, leavers, talkative=rng.random() < 0.25))
     num_prefill, num_decode = rng.choice(((2, 2), (1, 2), (2, 1), (3, 2), (1, 1), (0, 2)))
     slots = [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]
     slots += ["gateway-0", "gateway-1", "scheduler-0", "index-0"]
@@ -62,6 +78,8 @@ def draw(seed: int, num_requests: int, *, kinds: Sequence[str] | None = None, ev
         num_prefill,
         num_decode,
         num_blocks=rng.choice((48, 96, 160)),
+        pace=pace,
+        shm=rng.random() < 0.5,
         max_queued=30 if seed % 8 == 7 else 100_000,
         thorough=seed % 4 == 0,
         with_book=seed % 3 == 0,
@@ -98,6 +116,10 @@ def _fault(rng: Random, at: float, slots: list[str], kinds: Sequence[str]) -> Fa
             return Fault(at, kind, "", 0.0, rng.choice((1, 2, 4)))
         case "freeze":
             return Fault(at, kind, rng.choice(slots), rng.choice((0.2, 0.8, 2.0, 5.0)))
+        case "nap":  # just long enough to be given up
+            return Fault(at, "freeze", rng.choice(workers), rng.choice((0.3, 1.4, 1.7)))
+        case "doze":
+            return Fault(at, "freeze", rng.choice([slot for slot in workers if slot.startswith("decode")]), 0.3)
         case "partition":
             return Fault(at, kind, rng.choice(slots), rng.choice((0.2, 0.8, 2.0, 5.0)))
         case "slow":

@@ -12,7 +12,7 @@ from tests.sim.loop import START_S, VirtualLoop
 from tests.sim.plan import Plan
 from tests.sim.world import World
 
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 """Virtual seconds after the last fault within which everybody must be answered and all be quiet."""
 
 

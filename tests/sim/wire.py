@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from services.transfer.fake import FakeLink, FakeNetwork, Faults
 from services.transfer.landing import Ticket
 from services.transfer.session import Sending, Session
@@ -24,8 +26,26 @@ class WatchedNetwork(FakeNetwork):
 
     def link(self, reader: Incarnation, service: Service, session: Session, num_blocks: int) -> FakeLink:
         link = WatchedLink(self, reader, service, session, num_blocks)
+        if self.world.plan.shm:
+            link.mapped = MappedBlocks(self, service)  # type: ignore[assignment]
         self._links.append(link)
         return link
+
+
+class MappedBlocks:
+    """A source's blocks as a reader on the same host sees them: `mapped[block]` is read when it copies."""
+
+    def __init__(self, network: WatchedNetwork, service: Service) -> None:
+        self._network, self._region = network, service.region
+
+    def __getitem__(self, block: BlockId) -> np.ndarray:
+        network = self._network
+        number, network.num_moved = network.num_moved, network.num_moved + 1
+        data = np.frombuffer(self._region.block(block), dtype=np.uint8)
+        if number in network.faults.flip_blocks:
+            data = data.copy()
+            data[len(data) // 2] ^= 1
+        return data
 
 
 class WatchedLink(FakeLink):
