@@ -11,7 +11,7 @@ redis.call('SREM', KEYS[9], ARGV[1])
 redis.call('XADD', KEYS[4], '*', 'm', ARGV[6])
 redis.call('XADD', KEYS[5], '*', 'm', ARGV[7])
 if r[1] ~= 'queued' then
-  if ARGV[3] ~= '-' and r[1] ~= 'decode' then redis.call('XADD', KEYS[7], '*', 'm', ARGV[5]) end
+  if ARGV[3] ~= '-' then redis.call('XADD', KEYS[7], '*', 'm', ARGV[5]) end
   redis.call('HDEL', KEYS[10], ARGV[1] .. '/' .. ARGV[2])
   redis.call('XADD', KEYS[8], '*', 'm', ARGV[5])
   redis.call('PEXPIRE', KEYS[7], ARGV[9])

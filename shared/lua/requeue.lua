@@ -15,7 +15,7 @@ elseif ARGV[5] ~= r[4] and (r[1] == 'decode' or ARGV[5] ~= r[3]) then
 end
 redis.call('ZREM', KEYS[3], ARGV[1])
 redis.call('HDEL', KEYS[9], ARGV[1] .. '/' .. ARGV[2])
-if r[3] ~= '-' and r[1] ~= 'decode' then redis.call('XADD', KEYS[7], '*', 'm', ARGV[8]) end
+if r[3] ~= '-' then redis.call('XADD', KEYS[7], '*', 'm', ARGV[8]) end
 redis.call('XADD', KEYS[8], '*', 'm', ARGV[8])
 redis.call('PEXPIRE', KEYS[7], ARGV[12])
 redis.call('PEXPIRE', KEYS[8], ARGV[12])

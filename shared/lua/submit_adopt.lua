@@ -19,7 +19,7 @@ end
 if r[1] == 'dispatched' or r[1] == 'prefill' or r[1] == 'decode' then
   redis.call('ZREM', KEYS[4], ARGV[2])
   redis.call('HDEL', KEYS[10], ARGV[2] .. '/' .. ARGV[3])
-  if ARGV[4] ~= '-' and r[1] ~= 'decode' then redis.call('XADD', KEYS[8], '*', 'm', ARGV[9]) end
+  if ARGV[4] ~= '-' then redis.call('XADD', KEYS[8], '*', 'm', ARGV[9]) end
   redis.call('XADD', KEYS[9], '*', 'm', ARGV[9])
   redis.call('PEXPIRE', KEYS[8], ARGV[11])
   redis.call('PEXPIRE', KEYS[9], ARGV[11])
