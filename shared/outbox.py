@@ -61,6 +61,11 @@ class Outbox:
         if parcel:
             self._send.send_nowait(parcel)
 
+    def close(self) -> None:
+        """Drop what waits; nothing may be put any more."""
+        self._send.close()
+        self._receive.close()
+
     async def run(self) -> None:
         """Send until cancelled."""
         async for parcel in self._receive:

@@ -10,9 +10,14 @@ import heapq
 import random
 from asyncio import base_events
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
+from itertools import count
 from typing import Any
+from unittest.mock import patch
+
+from anyio._backends._asyncio import CancelScope
 
 START_S = 1000.0
 MIX_P = 0.3  # how often a turn begins with a change of order
@@ -43,6 +48,49 @@ NOBODYS = Context()
 """For callbacks of the world itself: never frozen."""
 
 
+class NumberedTask(asyncio.Task[Any]):
+    """A task that sets hold in the order of its number, not of its address: so that a run can be repeated."""
+
+    _numbers = count()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._number = next(NumberedTask._numbers)
+        super().__init__(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _InOrder(dict[Any, None]):
+    """A set that is iterated in the order of arrival."""
+
+    def add(self, item: Any) -> None:
+        self[item] = None
+
+    def remove(self, item: Any) -> None:
+        del self[item]
+
+    def discard(self, item: Any) -> None:
+        self.pop(item, None)
+
+
+_init_scope = CancelScope.__init__
+
+
+def _init_in_order(scope: CancelScope, *args: Any, **kwargs: Any) -> None:
+    """anyio cancels child scopes in the order of its set of them."""
+    _init_scope(scope, *args, **kwargs)
+    scope._child_scopes = _InOrder()  # type: ignore[assignment]
+
+
+@contextmanager
+def numbered() -> Iterator[None]:
+    """Tasks are numbered from 0, and scopes keep their order."""
+    NumberedTask._numbers = count()
+    with patch.object(CancelScope, "__init__", _init_in_order):
+        yield
+
+
 class _NoSelector:
     """Stands where `BaseEventLoop` closes its selector."""
 
@@ -60,6 +108,7 @@ class VirtualLoop(base_events.BaseEventLoop):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._selector = _NoSelector()
+        self.set_task_factory(lambda loop, coro, **kwargs: NumberedTask(coro, loop=loop, **kwargs))
         self._rng = random.Random(seed)
         self._now = START_S
         self._num_frozen = 0

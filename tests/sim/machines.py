@@ -98,8 +98,11 @@ class Life:
             self.exit = self.exit or type(leaf(group)).__name__
         except* Exception as group:
             self.world.violate(f"{self.incarnation} crashed: {leaf(group)!r}", leaf(group))
-        self.over.set()
-        self.client.severed = True
+        finally:
+            self.over.set()
+            self.client.severed = True
+            if self.worker is not None:
+                self.worker.outbox.close()
 
 
 def leaf(exc: BaseException) -> BaseException:

@@ -6,7 +6,7 @@ away alone changes nothing that anybody could see: such mutants take both, or br
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -41,7 +41,8 @@ class Mutant:
     leavers: float = 0.1
 
     def plan(self, seed: int, num_requests: int) -> Plan:
-        return draw(seed, num_requests, kinds=self.kinds, every_s=0.4, pace=10, leavers=self.leavers)
+        plan = draw(seed, num_requests, kinds=self.kinds, every_s=0.4, pace=10, leavers=self.leavers)
+        return replace(plan, with_book=bool(self.script), thorough=True)
 
     def overrides(self) -> dict[str, str]:
         if not self.script:
@@ -257,7 +258,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("blocks are dropped under a fetch", (), patches=((DecodeWorker, "_end", _end_drops),), leavers=0.7),
     python("requeue ignores the token log", Leases, "load", _load_without_log, CRASHES),
     python("a gateway believes old epochs", RequestStream, "accept", _accept_any_epoch, ("crash", "ghost", "ghost")),
-    python("a gateway takes repeats", RequestStream, "_accept_tokens", _accept_repeats),
+    python("a gateway takes repeats", RequestStream, "_accept_tokens", _accept_repeats, ("ghost",)),
     python("lost requests stay lost", Keeper, "_readmit", _do_nothing, ("wipe",)),
     python("a task's state is that of now", WorkerLink, "_state_of", _state_of_now, ("bad_steps", "doze")),
     python("the buried go on", Roster, "heartbeat", _heartbeat_always, ("freeze", "partition")),

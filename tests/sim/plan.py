@@ -51,7 +51,7 @@ def draw(
     num_requests: int,
     *,
     kinds: Sequence[str] | None = None,
-    every_s: float = 0.8,
+    every_s: float = 0.6,
     pace: float = 0,
     leavers: float = 0.1,
 ) -> Plan:
@@ -64,7 +64,7 @@ def draw(
     """
     rng = Random(f"plan {seed}")
     pace = pace or rng.choice((1, 1, 3, 10))
-    rate = rng.choice((40.0, 80.0, 120.0)) / pace**0.5
+    rate = rng.choice((60.0, 120.0, 200.0)) / pace**0.5
     asks = tuple(draw_asks(rng, num_requests, rate, leavers, talkative=rng.random() < 0.25))
     num_prefill, num_decode = rng.choice(((2, 2), (1, 2), (2, 1), (3, 2), (1, 1), (0, 2)))
     slots = [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from tests.sim.loop import START_S, VirtualLoop
+from tests.sim.loop import START_S, VirtualLoop, numbered
 from tests.sim.plan import Plan
 from tests.sim.world import World
 
@@ -58,7 +58,7 @@ def run(plan: Plan, overrides: dict[str, str] | None = None) -> Report:
     loop.set_exception_handler(lambda _loop, _context: None)
     gc.disable()  # by the number of objects, so at other moments in every run
     log: list[str] = []
-    with logs_to(log, loop):
+    with logs_to(log, loop), numbered():
         try:
             world = loop.run_until_complete(_main(loop, plan, overrides, log))
         finally:

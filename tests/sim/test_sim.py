@@ -1,0 +1,70 @@
+"""The whole system in one process, on virtual time, under seeded faults: every client is answered rightly, and nothing
+is left behind. `python -m tests.sim` runs more seeds than these."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from tests.sim.loop import VirtualLoop
+from tests.sim.plan import draw
+from tests.sim.runner import run
+from tests.sim.shrink import describe, shrink
+
+SEEDS = int(os.environ.get("BATON_SIM_SEEDS", "50"))
+REQUESTS = int(os.environ.get("BATON_SIM_REQUESTS", "1000"))
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.mark.parametrize("seed", range(1, SEEDS + 1))
+def test_every_seed(seed: int) -> None:
+    """Conservation, one end per request, the right text, nothing left: whatever the seed does to the system."""
+    plan = draw(seed, REQUESTS)
+    report = run(plan)
+    if report.violations:
+        pytest.fail(describe(shrink(plan), REQUESTS), pytrace=False)
+
+
+@pytest.mark.parametrize("seed", [3, 11])
+def test_a_seed_is_the_same_each_time(seed: int) -> None:
+    """To the event: else no failure could be looked at twice."""
+    plan = draw(seed, 60, every_s=0.3)
+    first, second = run(plan), run(plan)
+    assert first == second
+
+
+def test_without_faults_nobody_gets_an_error() -> None:
+    """Only who leaves is not answered in full."""
+    report = run(draw(5, 200, kinds=()))
+    assert not report.violations
+    assert set(report.outcomes) <= {"length", "stop", "left"}
+
+
+def test_time_is_virtual_and_order_within_a_process_is_kept() -> None:
+    """A day passes at once; callbacks of one process run in the order in which they were scheduled."""
+    loop = VirtualLoop(1)
+    seen: list[int] = []
+    try:
+        for i in range(50):
+            loop.call_soon(seen.append, i)
+        loop.call_later(86_400, loop.stop)
+        loop.run_forever()
+        assert loop.time() >= 86_400
+    finally:
+        loop.close()
+    assert seen == list(range(50))
+
+
+def test_a_failure_is_made_short() -> None:
+    """One fault of many and a few clients are left where those alone make it fail."""
+    plan = draw(2, 40, kinds=("wipe", "kv_loss"), every_s=0.1)
+    culprit = next(fault for fault in plan.faults if fault.kind == "wipe")
+
+    def fails(candidate):
+        report = run(replace(candidate, asks=candidate.asks[:2]))
+        return replace(report, plan=candidate, violations=("!",)) if culprit in candidate.faults else None
+
+    short = shrink(plan, fails, max_runs=60)
+    assert short.plan.faults == (culprit,)
+    assert len(short.plan.asks) == 1
