@@ -8,7 +8,7 @@ from tests.sim.runner import run
 SEEDS = 16
 REQUESTS = 100
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(120)]  # minutes, so only with `./baton test --full`
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
