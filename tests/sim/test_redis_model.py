@@ -172,9 +172,13 @@ _SCRIPT_ARGS: dict[str, tuple[list[str], list[Any]]] = {
 LIKELY = ("greet", "register", "lead", "admit", "dispatch", "accept", "emit")
 
 
+OF_THE_QUEUE = {"submit_open", "submit_adopt", "submit_end", "submit_renew", "submit_retry", "result_add"}
+"""Submissions are not part of the simulated world yet; `tests/unit/gateway/test_queue_scripts.py` runs these on Redis."""
+
+
 def test_every_script_is_compared() -> None:
     """A new script needs its line here."""
-    assert set(_SCRIPT_ARGS) == set(sources())
+    assert set(_SCRIPT_ARGS) == set(sources()) - OF_THE_QUEUE
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))

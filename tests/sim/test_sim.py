@@ -11,7 +11,7 @@ from tests.sim.plan import draw
 from tests.sim.runner import run
 from tests.sim.shrink import describe, shrink
 
-SEEDS = int(os.environ.get("BATON_SIM_SEEDS", "50"))
+SEEDS = int(os.environ.get("BATON_SIM_SEEDS", "25"))
 REQUESTS = int(os.environ.get("BATON_SIM_REQUESTS", "100"))
 
 pytestmark = pytest.mark.timeout(300)
