@@ -173,7 +173,7 @@ LIKELY = ("greet", "register", "lead", "admit", "dispatch", "accept", "emit")
 
 
 OF_THE_QUEUE = {"submit_open", "submit_adopt", "submit_end", "submit_renew", "submit_retry", "result_add"}
-"""Submissions are not part of the simulated world yet; `tests/unit/gateway/test_queue_scripts.py` runs these on Redis."""
+"""No part of the simulated world yet; `tests/unit/gateway/test_queue_scripts.py` runs them on Redis."""
 
 
 def test_every_script_is_compared() -> None:
