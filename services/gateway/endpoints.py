@@ -185,6 +185,10 @@ class ChatEndpoint(Endpoint):
         return self._parts.config.default_max_tokens
 
 
+_PIECE = 16 << 10
+"""Bytes handed to the connection at once."""
+
+
 class _Reply:
     """The response being sent; knows whether it has begun, and how long the client has not taken any of it."""
 
@@ -210,7 +214,10 @@ class _Reply:
         await self.send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
     async def part(self, body: bytes) -> None:
-        await self.send({"type": "http.response.body", "body": body, "more_body": True})
+        """In pieces, so that a client which takes a long one slowly is seen to take it."""
+        for start in range(0, len(body), _PIECE):
+            piece = body[start : start + _PIECE]
+            await self.send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def end(self) -> None:
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
