@@ -22,7 +22,8 @@ from shared.messages import (
     WorkerMsg,
     decode_request,
 )
-from tests.sim.redis_store import Store, Stream
+from tests.sim.redis_store import Store
+from tests.sim.redis_streams import Stream
 
 LIVE = ("dispatched", "prefill", "decode")
 _gateway = msgspec.msgpack.Decoder(GatewayMsg).decode

@@ -2,16 +2,19 @@
 
 from dataclasses import dataclass, field
 from random import Random
+from typing import TYPE_CHECKING
 
 import anyio
 
 from services.engine.fake_runner import VOCAB_SIZE, fake_answer
 from services.gateway.errors import ApiError
 from services.gateway.generation import Delta, Generation, Services
-from shared.clock import Clock
 from shared.hashing import block_hashes, chain_root
 from shared.ids import Incarnation, RequestId
 from shared.messages import GenerateRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
 
 BLOCK = 4
 ROOT = chain_root()
@@ -129,8 +132,9 @@ class Call:
         if delta.finish_reason is not None:
             self.ends += 1
 
-    async def talk(self, services: Services, gateway: Incarnation, clock: Clock) -> None:
+    async def talk(self, services: Services, gateway: Incarnation, world: "World") -> None:
         """The HTTP request, from arrival to end, inside its gateway."""
+        clock = world.clock
         self.started_at = clock.now()
         reason = ""
         stops = [self.ask.stop_text] if self.ask.stop_text else []
@@ -153,7 +157,9 @@ class Call:
                 self.end(reason, clock.now())
         except ApiError as exc:
             self.end("error", clock.now(), f"{exc.status} {exc.code or exc.message}")
-        self.end("left", clock.now())  # only if it was cancelled
+        if self.is_open:  # it was cancelled
+            self.end("left", clock.now())
+            world.judge.left(self)
 
     def fault(self) -> str:
         """What is wrong with what was heard; "" if nothing."""

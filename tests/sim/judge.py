@@ -10,7 +10,7 @@ from shared.messages import ReleaseAnswer, Tokens, encode
 from shared.roster import MISSED_GREETINGS
 from tests.sim.book import Book
 from tests.sim.calls import Call
-from tests.sim.redis_store import Stream
+from tests.sim.redis_streams import Stream
 
 if TYPE_CHECKING:
     from tests.sim.machines import Life
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 GRACE_S = 0.3
 """A healthy worker has heard of a cancel so long after it took effect."""
+
+OVER = {"cancel": (b"cancelled",), "requeue": (b"requeued", b"failed"), "complete": (1,)}
+"""After these answers nobody may go on with that epoch of the request."""
+
+CANCEL_GRACE_S = 0.5
+"""A healthy gateway has cancelled so long after its client left."""
 
 CREDITED = {"dispatch": (3,), "refund": (0,), "complete": (5,)}
 """Scripts that move credit, and where the worker's key stands in their keys."""
@@ -29,7 +35,10 @@ class Judge:
     def __init__(self, world: World) -> None:
         self._world = world
         self._heard: dict[tuple[str, RequestId], tuple[int, int]] = {}  # (worker, request) -> (epoch, step)
-        self._cancelled: dict[str, float] = {}
+        self._over: dict[str, tuple[int, float]] = {}  # request -> (its last epoch that is over, since)
+        self._left: dict[str, float] = {}  # request -> when its client was gone
+        self._requeues: dict[str, int] = {}
+        self._exhausted: set[str] = set()  # requests that ended because no attempt was left
         self._calls: dict[str, list[Call]] = {}
         self._gateways: dict[str, Life] = {}
         self.disturbed_at = 0.0
@@ -38,8 +47,7 @@ class Judge:
         self._held: set[tuple[str, str, int]] = set()  # (reader, request, epoch)
         self._book = Book(world.redis.store, world.keys, world.violate)
         world.redis.observers.append(self.script_ran)
-        if world.plan.with_book:
-            world.redis.observers.append(self._book.script_ran)
+        world.redis.observers.append(self._book.script_ran)
 
     # --- events ---
 
@@ -55,9 +63,17 @@ class Judge:
         if epoch > known[0]:
             self._heard[life.incarnation, request_id] = (epoch, step)
 
+    def left(self, call: Call) -> None:
+        """Its client is gone, and its gateway knows."""
+        self._left[call.ask.name] = self._world.clock.now()
+
     def script_ran(self, name: str, keys: list, args: list, answer: object) -> None:
-        if name == "cancel" and answer == b"cancelled":
-            self._cancelled.setdefault(str(args[0]), self._world.clock.now())
+        if answer in OVER.get(name, ()):
+            self._over[str(args[0])] = (int(args[1]), self._world.clock.now())
+        if name == "requeue":
+            self._count_attempts(str(args[0]), answer)
+        if name == "admit" and answer == b"admitted":
+            self._check_bound(int(args[3]))
         if name in ("bury", "bury_gateway") and answer is not None:
             self._buried(str(args[0]))
         for place in CREDITED.get(name, ()):
@@ -71,8 +87,25 @@ class Judge:
 
     def wiped(self) -> None:
         """Redis has lost everything: what it said before counts no more."""
-        self._cancelled.clear()
+        self._over.clear()
+        self._requeues.clear()
         self._book.forget_all()
+
+    def _count_attempts(self, request_id: str, answer: object) -> None:
+        """A request is tried so often and no more."""
+        limit = self._world.plan.max_attempts
+        tries = self._requeues.get(request_id, 0) + (answer in (b"requeued", b"failed"))
+        self._requeues[request_id] = tries
+        if (answer == b"requeued" and tries >= limit) or (answer == b"failed" and tries != limit):
+            self._world.violate(f"{request_id} was lost {tries} times of {limit}, says requeue: {answer}")
+        if answer == b"failed":
+            self._exhausted.add(request_id)
+
+    def _check_bound(self, limit: int) -> None:
+        """The queue is no longer than whoever queued last allowed."""
+        waiting = len(self._world.redis.store.get(self._world.keys.queued().encode()) or ())
+        if waiting > limit:
+            self._world.violate(f"{waiting} wait in the queue, {limit} may")
 
     def haunt(self) -> None:
         """The streams of the gateways say their last word again, and a late word of an old epoch, wrong in itself. No
@@ -119,8 +152,7 @@ class Judge:
         life = next((one for one in world.all_lives if one.incarnation == incarnation), None)
         if life is None or not life.is_alive or life.stopping.is_set() or life.hung:
             return
-        blind = life.proc.frozen or life.client.partitioned
-        if not blind and world.clock.now() - life.disturbed_at > 1.0:
+        if not life.is_blind and world.clock.now() - life.disturbed_at > 1.0:
             world.violate(f"{incarnation} was buried alive")
 
     def nobody_waits_for(self, life: Life) -> None:
@@ -137,7 +169,7 @@ class Judge:
         """Whether a scheduler has been leading, well and free to reap for so long."""
         world = self._world
         life = world.lives["scheduler-0"]
-        if not life.is_alive or life.scheduler is None or life.proc.frozen or life.client.partitioned:
+        if not life.is_alive or life.scheduler is None or life.is_blind:
             return False
         now, reaper = world.clock.now(), life.scheduler.reaper
         quiet_since = max(reaper._quiet_since, life.link.last_outage or 0.0, life.disturbed_at)
@@ -160,13 +192,19 @@ class Judge:
         told = self._heard.get((life.incarnation, RequestId(request_id)))
         if told is not None and int(epoch) <= told[0] and step > told[1] + 1:
             self._world.violate(f"{life.incarnation} works on {seq_id}, whose cancel it heard before")
-        since = self._cancelled.get(request_id)
-        now = self._world.clock.now()
-        if since is None:
-            return
         grace_s = GRACE_S + 0.1 * life.slowness * self._world.plan.pace
-        if now - max(since, life.disturbed_at, self.disturbed_at) > grace_s:
-            self._world.violate(f"{life.incarnation} works on {seq_id}, cancelled {now - since:.2f} s ago")
+        now, blind_until = self._world.clock.now(), max(life.disturbed_at, self.disturbed_at)
+        last_epoch, since = self._over.get(request_id, (0, now))
+        if int(epoch) <= last_epoch and now - max(since, blind_until) > grace_s:
+            self._world.violate(f"{life.incarnation} works on {seq_id}, over {now - since:.2f} s ago")
+        since = self._left.get(request_id, now)
+        if (
+            now - max(since, blind_until) <= grace_s + CANCEL_GRACE_S
+            or (gateway := self._gateways[request_id]).over.is_set()
+        ):
+            return
+        if now - max(since, gateway.disturbed_at) > grace_s + CANCEL_GRACE_S and not gateway.is_blind:
+            self._world.violate(f"{life.incarnation} works on {seq_id}, whose client left {now - since:.2f} s ago")
 
     # --- at a fine grain ---
 
@@ -258,6 +296,8 @@ class Judge:
         """Only if the queue is short, or its gateway was given up as dead because it could not speak for too long."""
         if call.error.startswith("429"):
             return self._world.plan.max_queued < 1000
+        if call.ask.name in self._exhausted:
+            return True
         blind_s, until = 0.0, 0.0
         for start, end in sorted(self._troubles + self._gateways[call.ask.name].troubles):
             if call.started_at - 10 < end and start < call.ended_at:

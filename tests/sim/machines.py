@@ -84,6 +84,11 @@ class Life:
     def is_alive(self) -> bool:
         return not self.over.is_set()
 
+    @property
+    def is_blind(self) -> bool:
+        """It cannot hear or act just now."""
+        return self.proc.frozen or self.client.partitioned
+
     def wake(self, now: float, blind_s: float) -> None:
         """It can hear and act again."""
         self.disturbed_at = now

@@ -13,13 +13,14 @@ from unittest.mock import patch
 from services.decode.job import Job, Phase
 from services.decode.worker import DecodeWorker
 from services.gateway.keeper import Keeper
-from services.gateway.streams import RequestStream
+from services.gateway.streams import RequestStream, Streams
 from services.prefill.worker import PrefillWorker
 from services.prefix_index.index import PrefixIndex
 from services.scheduler.reaper import Reaper
 from services.transfer.fetch import Fetch
 from services.transfer.landing import Ticket
 from services.transfer.offers import OfferBook
+from shared.ids import Incarnation
 from shared.leases import Leases
 from shared.messages import ReleaseAnswer, Tokens
 from shared.roster import Roster
@@ -39,10 +40,11 @@ class Mutant:
     new: str = ""
     patches: tuple[tuple[Any, str, Any], ...] = ()
     leavers: float = 0.1
+    sizes: tuple[tuple[str, int], ...] = ()  # of the plan
 
     def plan(self, seed: int, num_requests: int) -> Plan:
         plan = draw(seed, num_requests, kinds=self.kinds, every_s=0.4, pace=10, leavers=self.leavers)
-        return replace(plan, with_book=bool(self.script), thorough=True)
+        return replace(plan, thorough=True, **dict(self.sizes))
 
     def overrides(self) -> dict[str, str]:
         if not self.script:
@@ -60,12 +62,23 @@ class Mutant:
             yield
 
 
-def lua(name: str, script: str, old: str, new: str = "", kinds: Sequence[str] | None = None) -> Mutant:
-    return Mutant(name, None if kinds is None else tuple(kinds), script, old, new)
+def lua(
+    name: str,
+    script: str,
+    old: str,
+    new: str = "",
+    kinds: Sequence[str] | None = None,
+    patches: tuple[tuple[Any, str, Any], ...] = (),
+) -> Mutant:
+    return Mutant(name, None if kinds is None else tuple(kinds), script, old, new, patches)
 
 
 def python(name: str, owner: Any, attribute: str, replacement: Any, kinds: Sequence[str] | None = None) -> Mutant:
     return Mutant(name, None if kinds is None else tuple(kinds), patches=((owner, attribute, replacement),))
+
+
+def few_attempts(name: str, old: str, new: str) -> Mutant:
+    return Mutant(name, ("crash", "bad_steps"), "requeue", old, new, sizes=(("max_attempts", 3),))
 
 
 # --- replacements ---------------------------------------------------------------------------------
@@ -164,6 +177,18 @@ def _apply_over_gaps(self: PrefixIndex, message: Any) -> bool:
     return _index_apply(self, message)
 
 
+async def _everybody(self: Roster) -> Any:
+    members = await self._link.call(lambda: self._link.client.zrange(self._keys.workers(), 0, -1))
+    return [Incarnation(member.decode()) for member in members]
+
+
+_close = Streams.close
+
+
+def _close_without_cancel(self: Streams, stream: RequestStream, *, cancel: str = "") -> None:
+    _close(self, stream)
+
+
 async def _do_nothing(self: Any, *_args: Any) -> None:
     return None
 
@@ -176,6 +201,7 @@ def _ignore(self: Any, *_args: Any) -> None:
 
 CRASHES = ("crash", "freeze", "partition")
 NAPS = ("nap",)
+ISLANDS = ("island",)
 
 MUTANTS: tuple[Mutant, ...] = (
     lua(
@@ -204,7 +230,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "complete",
         "if r[2] ~= ARGV[2] or r[3] ~= ARGV[3] then return 0 end",
         "",
-        NAPS,
+        ISLANDS,
     ),
     lua("complete leaves the request open", "complete", "redis.call('SREM', KEYS[9], ARGV[1])"),
     lua("cancel misses prefill", "cancel", "if ARGV[3] ~= '-' then", "if false then"),
@@ -265,4 +291,67 @@ MUTANTS: tuple[Mutant, ...] = (
     python("leases are renewed without progress", WorkerLink, "_is_stuck", lambda self, progress: False, ("hang",)),
     python("the index overlooks holes", PrefixIndex, "apply", _apply_over_gaps, ("kv_loss",)),
     python("no sign after the last KV event", WorkerLink, "_sign", _do_nothing, ("kv_loss",)),
+    lua(
+        "renew asks for no fence",
+        "renew",
+        "r[1] ~= ARGV[a + 2] or r[2] ~= ARGV[a + 3] or (r[4]",
+        "(r[4]",
+        ISLANDS,
+    ),
+    lua(
+        "renew asks for no holder", "renew", "elseif r[3] ~= ARGV[1] then", "elseif false then", ("crash", "partition")
+    ),
+    few_attempts("no limit of attempts", "if tonumber(r[6]) + 1 >= tonumber(ARGV[6]) then", "if false then"),
+    few_attempts("attempts are not counted", "'tries', r[6] + 1", "'tries', r[6]"),
+    lua("requeue asks for no epoch", "requeue", "if r[2] ~= ARGV[2] or r[3] ~=", "if r[3] ~=", CRASHES),
+    lua(
+        "requeue leaves prefill's book",
+        "requeue",
+        "redis.call('HDEL', KEYS[9], ARGV[1] .. '/' .. ARGV[2])",
+        "",
+        CRASHES,
+    ),
+    lua("requeue keeps the lease", "requeue", "redis.call('ZREM', KEYS[3], ARGV[1])", "", CRASHES),
+    lua(
+        "accept of what has ended",
+        "accept",
+        "if r[1] ~= 'dispatched' and r[1] ~= 'prefill' and r[1] ~= 'decode' then return 0 end",
+    ),
+    lua("dispatch beyond the credit", "dispatch", "return 'no_credit'", "local _ = 0"),
+    lua(
+        "dispatch again at the same epoch",
+        "dispatch",
+        "if r[1] ~= 'queued' or r[2] ~= ARGV[2] then return 'stale' end",
+        "if r[2] ~= ARGV[2] then return 'stale' end",
+        ("usurp", "lost_replies"),
+    ),
+    lua(
+        "a lost answer is a second dispatch",
+        "dispatch",
+        "if r[2] == ARGV[2] and r[3] == ARGV[3] then return 'dispatched' end",
+        "if r[2] == ARGV[2] and r[3] == ARGV[3] then r[1] = 'queued' end",
+        ("lost_replies",),
+    ),
+    lua("a refund that is not written down", "refund", "redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])", "local _ = 0"),
+    lua("emit keeps no log", "emit", "redis.call('APPEND', log, fresh)", ""),
+    lua("the log stays for ever", "complete", "redis.call('PEXPIRE', KEYS[5], ARGV[6])"),
+    Mutant("the queue has no bound", None, "admit", "return 'full'", "local _ = 0", sizes=(("max_queued", 8),)),
+    lua(
+        "a lost answer admits twice",
+        "admit",
+        "if redis.call('EXISTS', KEYS[1]) == 1 then return 'duplicate' end",
+        "",
+        ("lost_replies",),
+    ),
+    lua(
+        "the living are buried",
+        "bury",
+        "if not deadline or tonumber(deadline) >",
+        "if not deadline or 0 >",
+        patches=((Roster, "dead_workers", _everybody),),
+    ),
+    python("who leaves is served on", Streams, "close", _close_without_cancel),
+    python("a gap is not repaired", Streams, "_repair", _do_nothing, CRASHES),
 )
+
+BY_NAME = {mutant.name: mutant for mutant in MUTANTS}

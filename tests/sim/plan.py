@@ -12,6 +12,13 @@ FAULTS = (
     *("cut", "flip", "kv_loss", "kv_repeat"),
 )
 RARE = ("wipe", "usurp", "drain", "jump", "ghost", "bad_steps", "hang")
+ROLES = ("prefill", "decode", "gateway", "scheduler", "index")
+EVERY_KIND = (
+    *(f"{kind} {role}" for kind in ("crash", "freeze", "partition", "slow") for role in ROLES),
+    *("redis_down", "wipe", "lost_replies", "flip", "kv_loss", "kv_repeat", "jump", "ghost", "bad_steps"),
+    *("cut prefill", "usurp scheduler", "drain prefill", "drain decode", "hang prefill", "hang decode"),
+)
+"""What must have struck over the seeds of a long run, whom where it matters."""
 HANG_S = 14.0
 """A step that never ends: by then nobody may wait for that worker any more, and it is killed."""
 
@@ -43,7 +50,6 @@ class Plan:
     check_every: int = 16  # steps between two checks of an engine
     pace: float = 1.0
     shm: bool = False  # readers copy from the source's memory, instead of being sent the bytes
-    with_book: bool = True  # hold every script against the model of `book.py`
 
 
 def draw(
@@ -82,7 +88,7 @@ def draw(
         shm=rng.random() < 0.5,
         max_queued=30 if seed % 8 == 7 else 100_000,
         thorough=seed % 4 == 0,
-        with_book=seed % 3 == 0,
+        max_attempts=3 if seed % 5 == 2 else 12,
     )
 
 
@@ -120,6 +126,8 @@ def _fault(rng: Random, at: float, slots: list[str], kinds: Sequence[str]) -> Fa
             return Fault(at, "freeze", rng.choice(workers), rng.choice((0.3, 1.4, 1.7)))
         case "doze":
             return Fault(at, "freeze", rng.choice([slot for slot in workers if slot.startswith("decode")]), 0.3)
+        case "island":  # cut off for long enough to be given up, then heard of again
+            return Fault(at, "partition", rng.choice(workers), rng.choice((1.6, 2.4)))
         case "partition":
             return Fault(at, kind, rng.choice(slots), rng.choice((0.2, 0.8, 2.0, 5.0)))
         case "slow":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from random import Random
 
 import anyio
@@ -83,6 +84,7 @@ class World:
         self.stopping = False
         self.failed = anyio.Event()
         self.step_fails = 0
+        self.struck: Counter[str] = Counter()
         self.num_usurpers = 0
         self.heirs: dict[str, Life] = {}
         self.judge = Judge(self)
@@ -164,7 +166,7 @@ class World:
         assert life.tasks is not None
         assert life.services is not None
         self.judge.began(call, life)
-        life.proc.context().run(life.tasks.start_soon, call.talk, life.services, life.incarnation, self.clock)
+        life.proc.context().run(life.tasks.start_soon, call.talk, life.services, life.incarnation, self)
         if call.ask.leaves_after is not None:
             await self.clock.sleep(call.ask.leaves_after)
             self.loop.call_in(life.proc, call.scope.cancel)
@@ -182,6 +184,8 @@ class World:
     async def suffer(self, fault: Fault) -> None:
         await self.clock.sleep(fault.at)
         life = self.lives.get(fault.target)
+        role = f" {life.name.split('-')[0]}" if life is not None else ""
+        self.struck[fault.kind + role] += 1
         self.note(f"fault {fault.kind} {life.incarnation if life else ''} {fault.seconds:.2f}s {fault.amount:g}")
         await getattr(self, f"_suffer_{fault.kind}")(fault, life)
         self.note(f"end of {fault.kind} {life.incarnation if life else ''}")
