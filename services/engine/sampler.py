@@ -20,8 +20,8 @@ Floats = npt.NDArray[np.float64]
 
 
 AllowedTokens = npt.NDArray[np.uint32]
-"""`[num_rows, ceil(vocab / 32)]`: bit `t % 32` of word `t // 32` says whether token t may be chosen (llguidance's layout).
-At least one token of each row must be allowed; a row without a constraint has all bits set."""
+"""`[num_rows, ceil(vocab / 32)]`: bit `t % 32` of word `t // 32` says whether token t may be chosen (llguidance's
+layout). At least one token of each row must be allowed; a row without a constraint has all bits set."""
 
 
 def sample(
