@@ -40,6 +40,7 @@ class SampleSpec:
     position: int  # of the token to be chosen, counted from the start of the seq
     tokens: Sequence[int] = ()  # the seq's own list, which may grow meanwhile: read the first `position` of it
     num_prompt_tokens: int = 0  # of those; the others are output, which penalties and grammars are functions of
+    num_choices: int = 1  # first tokens to choose from the one row, for `choice` and the ones after it
 
 
 @dataclass(frozen=True, slots=True)
