@@ -16,6 +16,8 @@ from shared.errors import ConfigError
 
 PREFIX = "BATON_"
 FILE_VARIABLE = "BATON_CONFIG"
+DRAIN_S = 30.0
+"""After SIGTERM, what was begun may take so long to end. Whoever sends it must wait longer before a SIGKILL."""
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

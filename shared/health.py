@@ -22,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shared.errors import ConfigError
 from shared.metrics import CONTENT_TYPE, Metrics
+from shared.redis_link import RedisLink
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,18 @@ class Probes:
     health: Callable[[], tuple[bool, dict[str, object]]]
     ready: Callable[[], tuple[bool, dict[str, object]]]
     metrics: Metrics
+
+
+def excused(
+    check: Callable[[], tuple[bool, dict[str, object]]], link: RedisLink
+) -> Callable[[], tuple[bool, dict[str, object]]]:
+    """`check`, which says so where it fails because Redis is away: then nobody need restart this process."""
+
+    def probe() -> tuple[bool, dict[str, object]]:
+        well, details = check()
+        return well, details if well or not link.is_down else {**details, "redis": "does not answer"}
+
+    return probe
 
 
 def routes(probes: Probes) -> list[Route]:

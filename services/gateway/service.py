@@ -15,6 +15,7 @@ from services.gateway.redis_port import RedisRequestPort
 from services.gateway.streams import Streams
 from shared.bus import RedisBus
 from shared.clock import Clock
+from shared.config import DRAIN_S
 from shared.errors import BusError
 from shared.health import Probes, bind, routes, serve_app
 from shared.leases import Leases
@@ -28,8 +29,6 @@ from shared.submissions import Submissions
 from shared.tokenizer import load_tokenizer
 
 log = structlog.get_logger(__name__)
-DRAIN_S = 30.0
-"""Open answers may take so long to end after SIGTERM."""
 LAST_WORDS_S = 2.0
 """What is open so long before the end of the drain is told that it ends."""
 READY_EVERY_S = 0.2
@@ -62,7 +61,7 @@ class Readiness:
         return self.redis_answers and self.num_workers["decode"] > 0, {"workers": dict(self.num_workers)}
 
     def health(self) -> tuple[bool, dict[str, object]]:
-        return self.redis_answers, {}
+        return self.redis_answers, {} if self.redis_answers else {"redis": "does not answer"}
 
 
 def stream_lengths(process: Process) -> StreamLengths:
