@@ -58,6 +58,7 @@ class SchedulerConfig(Section, frozen=True):
     port: int = 0  # 0 = any free port
     min_handoff_tokens: int = 17  # fewer uncached prompt tokens than this stay on the decode worker
     growth_tokens: int = 128  # decode credit taken beyond the prompt, at most
+    priority_level_s: float = 10.0  # a request of priority 1 is served like one of priority 0 that came so much later
     max_attempts: int = 3
     index_timeout_s: float = 0.05
     reap_every_s: float = 0.25
@@ -207,6 +208,7 @@ def _check(s: Settings) -> None:
         "gateway.submission_lease_s": s.gateway.submission_lease_s,
         "gateway.result_ttl_s": s.gateway.result_ttl_s,
         "scheduler.max_attempts": s.scheduler.max_attempts,
+        "scheduler.priority_level_s": s.scheduler.priority_level_s,
         "transfer.hold_s": s.transfer.hold_s,
     }
     for field, value in positive.items():

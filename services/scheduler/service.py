@@ -84,7 +84,7 @@ class Scheduler:
         self._requests, self._incarnation, self._clock, self._lease = requests, incarnation, clock, lease
         wakeup = Wakeup(clock)
         self.ledger = Ledger()
-        self.waiting = WaitingQueue(MAX_WAITING)
+        self.waiting = WaitingQueue(MAX_WAITING, clock, config.priority_level_s)
         self.hints = PrefixHints(bus, keys, incarnation, clock, config.index_timeout_s)
         self.dispatcher = Dispatcher(
             requests, workers, self.ledger, self.waiting, self.hints, wakeup, clock, randomness, config
