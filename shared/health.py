@@ -5,20 +5,24 @@ ready:  it takes work now
 """
 
 import contextlib
+import json
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import anyio
 import anyio.abc
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shared.errors import ConfigError
 from shared.metrics import CONTENT_TYPE, Metrics
+from shared.redis_link import RedisLink
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,18 @@ class Probes:
     health: Callable[[], tuple[bool, dict[str, object]]]
     ready: Callable[[], tuple[bool, dict[str, object]]]
     metrics: Metrics
+
+
+def excused(
+    check: Callable[[], tuple[bool, dict[str, object]]], link: RedisLink
+) -> Callable[[], tuple[bool, dict[str, object]]]:
+    """`check`, which says so where it fails because Redis is away: then nobody need restart this process."""
+
+    def probe() -> tuple[bool, dict[str, object]]:
+        well, details = check()
+        return well, details if well or not link.is_down else {**details, "redis": "does not answer"}
+
+    return probe
 
 
 def routes(probes: Probes) -> list[Route]:
@@ -49,6 +65,20 @@ def routes(probes: Probes) -> list[Route]:
         Route("/ready", answer(probes.ready, "ready")),
         Route("/metrics", metrics),
     ]
+
+
+class HttpProtocol(H11Protocol):
+    """uvicorn's, but for what it answers to bytes that are no HTTP: an error in the shape of all others."""
+
+    def send_400_response(self, msg: str) -> None:
+        error = {"message": msg, "type": "invalid_request_error", "param": None, "code": "invalid_http"}
+        body = json.dumps({"error": error}).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        with contextlib.suppress(h11.LocalProtocolError):  # in the middle of an answer: then the connection just ends
+            event = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+            for part in (event, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(part) or b"")
+        self.transport.close()
 
 
 class _Server(uvicorn.Server):
@@ -90,6 +120,7 @@ async def serve_app(
     """
     config = uvicorn.Config(
         app,
+        http=HttpProtocol,
         log_config=None,
         access_log=False,
         lifespan="on",
