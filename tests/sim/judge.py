@@ -11,6 +11,8 @@ from shared.roster import MISSED_GREETINGS
 from tests.sim.book import Book
 from tests.sim.calls import Call
 from tests.sim.redis_streams import Stream
+from tests.sim.results import ResultBook
+from tests.sim.submits import Submitter
 
 if TYPE_CHECKING:
     from tests.sim.machines import Life
@@ -46,8 +48,10 @@ class Judge:
         self.num_ghosts = 0
         self._held: set[tuple[str, str, int]] = set()  # (reader, request, epoch)
         self._book = Book(world.redis.store, world.keys, world.violate)
+        self.results = ResultBook(world)
         world.redis.observers.append(self.script_ran)
         world.redis.observers.append(self._book.script_ran)
+        world.redis.observers.append(self.results.script_ran)
 
     # --- events ---
 
@@ -70,6 +74,8 @@ class Judge:
     def script_ran(self, name: str, keys: list, args: list, answer: object) -> None:
         if answer in OVER.get(name, ()):
             self._over[str(args[0])] = (int(args[1]), self._world.clock.now())
+        if name == "submit_adopt" and answer == b"adopted":
+            self._adopted(str(args[1]), int(args[2]))
         if name == "requeue":
             self._count_attempts(str(args[0]), answer)
         if name == "admit" and answer == b"admitted":
@@ -90,6 +96,12 @@ class Judge:
         self._over.clear()
         self._requeues.clear()
         self._book.forget_all()
+        self.results.forget_all()
+
+    def _adopted(self, request_id: str, epoch: int) -> None:
+        """What another gateway goes on with is over at its old epoch."""
+        if epoch > self._over.get(request_id, (0, 0.0))[0]:
+            self._over[request_id] = (epoch, self._world.clock.now())
 
     def _count_attempts(self, request_id: str, answer: object) -> None:
         """A request is tried so often and no more."""
@@ -248,6 +260,8 @@ class Judge:
             if life.engine is not None and (busy := self._busy(life)):
                 return f"{life.incarnation}: {busy}"
         for key, value in list(store.data.items()):
+            if key == world.keys.dead().encode():
+                continue
             if isinstance(value, Stream) and len(value.ids) > 8 * key.endswith(b":kv") and key not in store.deadlines:
                 return f"{key.decode()} has {len(value.ids)} entries"
         for key in [key for key in store.data if b"}:held:" in key or b"}:open:" in key]:
@@ -255,7 +269,7 @@ class Judge:
         for name in (world.keys.queued(), world.keys.leases()):
             if store.get(name.encode()):
                 return f"{name} is not empty"
-        return self._index_differs() or self._keys_left()
+        return self.results.noise() or self._index_differs() or self._keys_left()
 
     def _busy(self, life: Life) -> str:
         assert life.engine is not None
@@ -292,12 +306,17 @@ class Judge:
             if call.outcome == "error" and not self._may_fail(call):
                 world.violate(f"{call.ask.name}: error {call.error}")
 
-    def _may_fail(self, call: Call) -> bool:
-        """Only if the queue is short, or its gateway was given up as dead because it could not speak for too long."""
+    def _may_fail(self, call: Call | Submitter) -> bool:
+        """Only if the queue is short, no attempt is left, its gateway was stopped or given up as dead because it could
+        not speak for too long, or it is the client's own fault."""
+        if isinstance(call, Submitter):
+            return self.results.may_fail(call, self._exhausted)
         if call.error.startswith("429"):
             return self._world.plan.max_queued < 1000
         if call.ask.name in self._exhausted:
             return True
+        if call.error == "503 shutting_down":
+            return self._gateways[call.ask.name].stopping.is_set()
         blind_s, until = 0.0, 0.0
         for start, end in sorted(self._troubles + self._gateways[call.ask.name].troubles):
             if call.started_at - 10 < end and start < call.ended_at:
@@ -309,7 +328,7 @@ class Judge:
         """Keys that belong to nobody alive and do not expire."""
         world, store = self._world, self._world.redis.store
         alive = {life.incarnation.encode() for life in world.lives.values() if life.is_alive}
-        shared = {b"sched", b"kv", b"index", b"workers", b"leader", b"deployment_key", b"gateways"}
+        shared = {b"sched", b"kv", b"index", b"workers", b"leader", b"deployment_key", b"gateways", b"submit", b"dead"}
         for key in store.live_keys():
             parts = key.split(b":", 2)
             if key in store.deadlines or parts[1] in shared or (len(parts) > 2 and parts[2] in alive):

@@ -16,7 +16,15 @@ ROLES = ("prefill", "decode", "gateway", "scheduler", "index")
 EVERY_KIND = (
     *(f"{kind} {role}" for kind in ("crash", "freeze", "partition", "slow") for role in ROLES),
     *("redis_down", "wipe", "lost_replies", "flip", "kv_loss", "kv_repeat", "jump", "ghost", "bad_steps"),
-    *("cut prefill", "usurp scheduler", "drain prefill", "drain decode", "hang prefill", "hang decode"),
+    *(
+        "cut prefill",
+        "usurp scheduler",
+        "drain prefill",
+        "drain decode",
+        "drain gateway",
+        "hang prefill",
+        "hang decode",
+    ),
 )
 """What must have struck over the seeds of a long run, whom where it matters."""
 HANG_S = 14.0
@@ -109,7 +117,7 @@ def _fault(rng: Random, at: float, slots: list[str], kinds: Sequence[str]) -> Fa
         case "crash" | "cut":
             return Fault(at, kind, rng.choice(slots))
         case "drain":
-            return Fault(at, kind, rng.choice(workers))
+            return Fault(at, kind, rng.choice([*workers, "gateway-0", "gateway-1"]))
         case "hang":
             return Fault(at, kind, rng.choice(workers), HANG_S)
         case "wipe" | "ghost":
@@ -124,6 +132,12 @@ def _fault(rng: Random, at: float, slots: list[str], kinds: Sequence[str]) -> Fa
             return Fault(at, kind, rng.choice(slots), rng.choice((0.2, 0.8, 2.0, 5.0)))
         case "nap":  # just long enough to be given up
             return Fault(at, "freeze", rng.choice(workers), rng.choice((0.3, 1.4, 1.7)))
+        case "widow":  # a gateway dies, and others go on with its submissions
+            return Fault(at, "crash", rng.choice(("gateway-0", "gateway-1")))
+        case "blink":  # too short to be given up
+            return Fault(at, "partition", rng.choice(workers), rng.choice((0.3, 0.6, 0.9)))
+        case "doze_gateway":  # long enough to lose its submissions to another
+            return Fault(at, "freeze", rng.choice(("gateway-0", "gateway-1")), rng.choice((2.2, 3.0)))
         case "doze":
             return Fault(at, "freeze", rng.choice([slot for slot in workers if slot.startswith("decode")]), 0.3)
         case "island":  # cut off for long enough to be given up, then heard of again

@@ -9,7 +9,8 @@ from multiprocessing import get_context
 from typing import TypeVar
 
 from tests.sim.catches import CATCHES
-from tests.sim.mutants import BY_NAME, Mutant
+from tests.sim.mutant import Mutant
+from tests.sim.mutants import BY_NAME
 from tests.sim.plan import draw
 from tests.sim.runner import Report, run
 

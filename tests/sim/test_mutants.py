@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.sim.catches import CATCHES
-from tests.sim.mutants import BY_NAME, MUTANTS, Mutant
+from tests.sim.mutant import Mutant
+from tests.sim.mutants import BY_NAME, MUTANTS
 from tests.sim.pool import Catch, catch, processes
 
 pytestmark = pytest.mark.timeout(600)

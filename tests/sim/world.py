@@ -26,6 +26,7 @@ from tests.sim.loop import VirtualLoop
 from tests.sim.machines import MAINS, Life
 from tests.sim.plan import Fault, Plan
 from tests.sim.redis_sim import SimRedis
+from tests.sim.submits import Submitter
 from tests.sim.wire import WatchedNetwork
 
 RESTART_S = 0.3
@@ -54,7 +55,7 @@ class Violation(AssertionError):
 def settings_of(plan: Plan) -> Settings:
     return Settings(
         redis=RedisConfig(cell="sim", retry_s=6.0),
-        gateway=GatewayConfig(max_queued=plan.max_queued),
+        gateway=GatewayConfig(max_queued=plan.max_queued, max_submissions=16, submission_lease_s=2.0),
         scheduler=SchedulerConfig(
             min_handoff_tokens=6, growth_tokens=8, max_attempts=plan.max_attempts, reap_every_s=0.25
         ),
@@ -79,7 +80,9 @@ class World:
         self.network = WatchedNetwork(self)
         self.lives: dict[str, Life] = {}
         self.all_lives: list[Life] = []
-        self.calls = [Call(ask) for ask in plan.asks]
+        self.calls = [Call(ask) if ask.queued is None else Submitter(ask) for ask in plan.asks]
+        self.submitters = {call.ask.name: call for call in self.calls if isinstance(call, Submitter)}
+        self.num_wipes = 0
         self.violations: list[str] = []
         self.stopping = False
         self.failed = anyio.Event()
@@ -158,8 +161,11 @@ class World:
 
     # --- clients ---
 
-    async def client(self, call: Call) -> None:
-        """Arrives, finds a gateway, talks, perhaps leaves early."""
+    async def client(self, call: Call | Submitter) -> None:
+        """Arrives, finds a gateway, talks, perhaps leaves early; or goes through the queue."""
+        if isinstance(call, Submitter):
+            await call.run(self)
+            return
         await self.clock.sleep(call.ask.at)
         while (life := self._gateway()) is None:
             await self.clock.sleep(0.05)
@@ -259,6 +265,7 @@ class World:
     async def _suffer_wipe(self, fault: Fault, life: Life | None) -> None:
         self.redis.stop()
         self.redis.wipe()
+        self.num_wipes += 1
         self.judge.wiped()
         self.redis.start()
 
@@ -279,6 +286,7 @@ class World:
 
     async def _suffer_jump(self, fault: Fault, life: Life | None) -> None:
         self.redis.time_jump += fault.amount
+        self.judge.results.jumped_at = self.clock.now()
 
     async def _suffer_ghost(self, fault: Fault, life: Life | None) -> None:
         self.judge.haunt()
