@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.kv_rows import CACHE_DTYPES, head_dim_of
 from kernels.packing import Format
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
-_CACHE_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def extension() -> ModuleType | None:
@@ -119,7 +119,8 @@ class Decoder:
     ) -> Floats:
         """Compute the rows of a step. Mutates `pool` at the rows' slots.
 
-        :param pool: `[num_blocks, kv_heads, layers, 2, block_size, head_dim]`, the last dim contiguous.
+        :param pool: `[num_blocks, kv_heads, layers, 2, block_size, row]`, the last dim contiguous; see
+            `kernels.kv_rows`.
         :param token_ids, positions, slot_mapping: `[num_rows]`; the others as in `kernels.ops.paged_attention`.
         :param logit_rows: rows whose logits are wanted, `[num_logits]`.
         :returns: `[num_logits, vocab]`, valid until the next call.
@@ -152,17 +153,17 @@ def _matrix(packed: PackedMatrix):
 
 def _layer_cache(pool: torch.Tensor):
     assert _kernels is not None
-    assert pool.dim() == 6, "pool: [num_blocks, kv_heads, layers, 2, block_size, head_dim]"
-    assert pool.stride(5) == 1, "pool: head_dim contiguous"
-    num_blocks, num_kv_heads, _, _, block_size, head_dim = pool.shape
+    assert pool.dim() == 6, "pool: [num_blocks, kv_heads, layers, 2, block_size, row]"
+    assert pool.stride(5) == 1, "pool: rows contiguous"
+    num_blocks, num_kv_heads, _, _, block_size, _ = pool.shape
     block_stride, head_stride, _, kv_stride, token_stride, _ = pool.stride()
     return _kernels.LayerCache(
         pool.data_ptr(),
-        _CACHE_DTYPES[pool.dtype],
+        CACHE_DTYPES[pool.dtype],
         num_blocks,
         num_kv_heads,
         block_size,
-        head_dim,
+        head_dim_of(pool),
         block_stride,
         head_stride,
         kv_stride,

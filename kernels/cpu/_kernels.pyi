@@ -47,6 +47,8 @@ def paged_attention(
     query_start: int,
     context_lens: int,
     scale: float,
+    window: int,
+    softcap: float,
     num_threads: int,
     simd: bool,
     /,
