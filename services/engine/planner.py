@@ -360,7 +360,8 @@ class Planner:
     def _item(self, seq: Seq, num_rows: int) -> PlanItem:
         start, sample = seq.num_computed, None
         if num_rows == seq.num_remaining:
-            sample = SampleSpec(seq.spec.sampling, seq.spec.choice, len(seq.tokens))
+            spec = seq.spec
+            sample = SampleSpec(spec.sampling, spec.choice, len(seq.tokens), seq.tokens, spec.num_prompt_tokens)
         return PlanItem(seq.spec.seq_id, tuple(seq.tokens[start : start + num_rows]), start, seq.table, sample)
 
     def _land_plan(self, plan: StepPlan) -> None:

@@ -13,10 +13,10 @@ from services.gateway.mailbox import Item, Mailbox
 from services.gateway.ports import Admission, Observer, RequestPort, RequestSummary
 from services.gateway.stop_strings import StopMatcher
 from services.gateway.streams import RequestStream, Streams
-from services.gateway.tokenizer import Tokenizer
 from shared.clock import Clock
 from shared.errors import BusError
 from shared.messages import Finished, FinishReason, GenerateRequest
+from shared.tokenizer import Tokenizer
 
 log = structlog.get_logger("gateway")
 

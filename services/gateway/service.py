@@ -12,7 +12,6 @@ from services.gateway.observer import PrometheusObserver
 from services.gateway.queue_ingress import QueueIngress
 from services.gateway.queue_job import JobParts, QueueCounts
 from services.gateway.redis_port import RedisRequestPort
-from services.gateway.tokenizer import load_tokenizer
 from shared.bus import RedisBus
 from shared.errors import BusError
 from shared.health import Probes, bind, routes, serve_app
@@ -24,6 +23,7 @@ from shared.process import Process
 from shared.roster import Roster
 from shared.stream_lengths import StreamLengths
 from shared.submissions import Submissions
+from shared.tokenizer import load_tokenizer
 
 log = structlog.get_logger(__name__)
 DRAIN_S = 30.0

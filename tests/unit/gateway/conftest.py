@@ -12,12 +12,12 @@ import uvicorn
 from starlette.applications import Starlette
 
 from services.gateway.app import build_app
-from services.gateway.tokenizer import Tokenizer, load_tokenizer
 from shared.clock import ManualClock
 from shared.config import GatewayConfig
 from shared.ids import Incarnation
 from shared.model_path import resolve
 from shared.randomness import SeededRandomness
+from shared.tokenizer import Tokenizer, load_tokenizer
 from tests.unit.gateway.fakes import CountingOffload, FakePort, Recorder
 
 
