@@ -1,8 +1,8 @@
 """How the KV pool keeps a row: one token's keys, or values, of one head.
 
 The pool's dtype says how. Floats are `head_dim` numbers. An int8 or float8 (e4m3) row is `head_dim` bytes and then its
-float32 scale, written with it and never changed: `value = number * scale`, and the row's largest magnitude is the type's
-largest number. So the last dim of such a pool is `head_dim + SCALE_BYTES` items of one byte.
+float32 scale, written with it and never changed: `value = number * scale`, and the row's largest magnitude is the
+type's largest number. So the last dim of such a pool is `head_dim + SCALE_BYTES` items of one byte.
 """
 
 import torch

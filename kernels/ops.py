@@ -1,8 +1,8 @@
 """The one dispatcher. Shapes, strides and dtypes are checked here, before any body runs.
 
 Outputs are passed in. A layer's cache is a view `pool[:, :, layer]` of the block-major pool, shape
-`[num_blocks, num_kv_heads, 2, block_size, row]` (2 = key, value) of one of `CACHE_DTYPES`; a row is `head_dim` numbers, and
-in an 8-bit pool a scale behind them (`kernels.kv_rows`).
+`[num_blocks, num_kv_heads, 2, block_size, row]` (2 = key, value) of one of `CACHE_DTYPES`; a row is `head_dim` numbers,
+and in an 8-bit pool a scale behind them (`kernels.kv_rows`).
 A wrong shape is the caller's bug and asserts; an id outside the pool raises IndexError before a byte moves.
 """
 
@@ -121,6 +121,12 @@ def silu_mul(out: torch.Tensor, gate_up: torch.Tensor) -> None:
     """
     assert gate_up.shape == (out.shape[0], 2 * out.shape[1])
     reference.silu_mul(out, gate_up)
+
+
+def gelu_mul(out: torch.Tensor, gate_up: torch.Tensor) -> None:
+    """`out = gelu(gate) * up` with GELU's tanh form (Hendrycks and Gimpel 2016). Mutates `out`. Shapes: `silu_mul`."""
+    assert gate_up.shape == (out.shape[0], 2 * out.shape[1])
+    reference.gelu_mul(out, gate_up)
 
 
 def _check_cache(cache: torch.Tensor) -> None:

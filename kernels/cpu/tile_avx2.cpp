@@ -227,10 +227,8 @@ void tile_scores(const float* q, const float* keys, int64_t head_dim, float* sco
 // score = cap * tanh(score / cap), in place.
 void cap_scores(float* score, float cap) {
   for (int v = 0; v < TILE_VECS; ++v) {
-    const __m256 x = _mm256_div_ps(_mm256_loadu_ps(score + v * LANES), _mm256_set1_ps(0.5f * cap));  // 2 s / cap
-    const __m256 down = _mm256_add_ps(exp8(x), _mm256_set1_ps(1.0f));
-    const __m256 tanh = _mm256_sub_ps(_mm256_set1_ps(1.0f), _mm256_div_ps(_mm256_set1_ps(2.0f), down));
-    _mm256_storeu_ps(score + v * LANES, _mm256_mul_ps(tanh, _mm256_set1_ps(cap)));
+    const __m256 x = _mm256_div_ps(_mm256_loadu_ps(score + v * LANES), _mm256_set1_ps(cap));
+    _mm256_storeu_ps(score + v * LANES, _mm256_mul_ps(tanh8(x), _mm256_set1_ps(cap)));
   }
 }
 

@@ -73,3 +73,9 @@ def silu_mul(out: torch.Tensor, gate_up: torch.Tensor) -> None:
     """See `kernels.ops.silu_mul`."""
     width = gate_up.shape[-1] // 2
     torch.mul(torch.nn.functional.silu(gate_up[..., :width]), gate_up[..., width:], out=out)
+
+
+def gelu_mul(out: torch.Tensor, gate_up: torch.Tensor) -> None:
+    """See `kernels.ops.gelu_mul`."""
+    width = gate_up.shape[-1] // 2
+    torch.mul(torch.nn.functional.gelu(gate_up[..., :width], approximate="tanh"), gate_up[..., width:], out=out)
