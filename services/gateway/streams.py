@@ -149,6 +149,20 @@ class Streams:
         """Open streams whose requests were admitted."""
         return [s for s in self._streams.values() if s.is_open and s.request is not None]
 
+    def look(self) -> list[dict[str, object]]:
+        """What an operator may know of the open requests: no text, no tokens."""
+        return [
+            {
+                "request_id": s.request_id,
+                "tenant": s.request.tenant if s.request else "",
+                "epoch": s.epoch,
+                "num_prompt_tokens": len(s.request.token_ids) if s.request else 0,
+                "num_output_tokens": len(s.token_ids),
+                "gap": s.parked is not None,
+            }
+            for s in self._streams.values()
+        ]
+
     def close(self, stream: RequestStream, *, cancel: str = "") -> None:
         """Forget the stream; later events are dropped. With a reason in `cancel`, the work upstream is
         cancelled too unless it has ended: at once, in a task of its own, so that a caller who is being
