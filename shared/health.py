@@ -94,7 +94,7 @@ async def serve_app(
     app: Starlette,
     sock: socket.socket,
     drain_s: float = 5.0,
-    limits: HttpLimits = HttpLimits(),  # noqa: B008 - frozen
+    limits: HttpLimits = HttpLimits(),
     *,
     task_status: anyio.abc.TaskStatus[int] = anyio.TASK_STATUS_IGNORED,
 ) -> None:

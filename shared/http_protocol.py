@@ -1,7 +1,7 @@
 """uvicorn's HTTP/1.1 with bounds that it has not: connections, and the time in which a request's head must arrive.
 
-Without the second, a client that sends a header's byte now and then holds a connection for ever (slow loris). The body's
-time is bounded by whoever reads it, a response's by whoever writes it, an idle connection's by uvicorn.
+Without the second, a client that sends a header's byte now and then holds a connection for ever (slow loris). The
+body's time is bounded by whoever reads it, a response's by whoever writes it, an idle connection's by uvicorn.
 """
 
 import asyncio

@@ -77,6 +77,13 @@ async def watch_lengths(lengths: StreamLengths, process: Process) -> None:
         await process.clock.sleep(LENGTHS_EVERY_S)
 
 
+def stream_lengths(process: Process) -> StreamLengths:
+    """Of the streams that only grow while somebody fails to read them."""
+    keys = process.keys
+    streams = {"sched": keys.sched().key, "kv": keys.kv().key, "index": keys.index().key, "submit": keys.submit()}
+    return StreamLengths(process.link, streams | {"dead": keys.dead(), "tokens": keys.tokens(process.incarnation).key})
+
+
 def queue_ingress(process: Process, app: Starlette, leases: Leases) -> QueueIngress:
     """Submissions through Redis, served by the endpoints of `app`."""
     config = process.settings.gateway
@@ -153,10 +160,7 @@ async def serve(process: Process) -> None:
     metrics.stats(lambda: {"readmitted_total": keeper.num_readmitted}, counters=["readmitted_total"])
     ingress = queue_ingress(process, app, leases)
     metrics.stats(ingress.counts, QUEUE_COUNTERS, part="submissions")
-    keys = process.keys
-    streams = {"sched": keys.sched().key, "kv": keys.kv().key, "index": keys.index().key, "submit": keys.submit()}
-    streams |= {"dead": keys.dead(), "tokens": keys.tokens(process.incarnation).key}
-    lengths = StreamLengths(process.link, streams)
+    lengths = stream_lengths(process)
     metrics.stats(lambda: lengths.lengths, part="stream_length")
     debug_app = internal_app(probes, app.state.streams, process)
     async with anyio.create_task_group() as inside:
