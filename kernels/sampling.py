@@ -32,3 +32,16 @@ def draw_tokens(
     tokens = np.empty(len(logits), np.int64)
     kernels.draw_tokens(logits, temperature, top_k, top_p, u, tokens, num_threads, True)
     return tokens
+
+
+def mask_logits(logits: npt.NDArray[np.float32], allowed: npt.NDArray[np.uint32]) -> None:
+    """Logits of tokens whose bit is not set become -infinity. Mutates `logits`.
+
+    :param logits: `[num_rows, vocab]`. :param allowed: `[num_rows, ceil(vocab / 32)]`, bit `t % 32` of word `t // 32`
+        for token t; bits beyond the vocabulary mean nothing.
+    """
+    vocab = logits.shape[1]
+    assert allowed.dtype == np.uint32, "allowed: uint32"
+    assert allowed.shape == (len(logits), -(-vocab // 32)), "allowed: one bit per token"
+    bits = np.unpackbits(np.ascontiguousarray(allowed).view(np.uint8), axis=-1, count=vocab, bitorder="little")
+    logits[bits == 0] = -np.inf

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from shared.errors import ConfigError
 from shared.http_protocol import bounded_protocol
 from shared.metrics import CONTENT_TYPE, Metrics
+from shared.redis_link import RedisLink
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,18 @@ class Probes:
     health: Callable[[], tuple[bool, dict[str, object]]]
     ready: Callable[[], tuple[bool, dict[str, object]]]
     metrics: Metrics
+
+
+def excused(
+    check: Callable[[], tuple[bool, dict[str, object]]], link: RedisLink
+) -> Callable[[], tuple[bool, dict[str, object]]]:
+    """`check`, which says so where it fails because Redis is away: then nobody need restart this process."""
+
+    def probe() -> tuple[bool, dict[str, object]]:
+        well, details = check()
+        return well, details if well or not link.is_down else {**details, "redis": "does not answer"}
+
+    return probe
 
 
 def probe_routes(probes: Probes) -> list[Route]:

@@ -5,6 +5,8 @@ body's time is bounded by whoever reads it, a response's by whoever writes it, a
 """
 
 import asyncio
+import contextlib
+import json
 from typing import Any
 
 import h11
@@ -14,10 +16,24 @@ _TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 2\r\ncontent-leng
 _TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
+class HttpProtocol(H11Protocol):
+    """uvicorn's, but for what it answers to bytes that are no HTTP: an error in the shape of all others."""
+
+    def send_400_response(self, msg: str) -> None:
+        error = {"message": msg, "type": "invalid_request_error", "param": None, "code": "invalid_http"}
+        body = json.dumps({"error": error}).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        with contextlib.suppress(h11.LocalProtocolError):  # in the middle of an answer: then the connection just ends
+            event = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+            for part in (event, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(part) or b"")
+        self.transport.close()
+
+
 def bounded_protocol(header_timeout_s: float, max_connections: int) -> type[asyncio.Protocol]:
     """The protocol class for a server with these bounds."""
 
-    class BoundedProtocol(H11Protocol):
+    class BoundedProtocol(HttpProtocol):
         _head_timer: asyncio.TimerHandle | None = None
         _has_part = False  # of a request's head
 

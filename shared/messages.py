@@ -33,6 +33,14 @@ class SamplingParams(Message, frozen=True):
     top_k: int = 0  # 0 = off
     seed: int = 0  # always set by the gateway, so that a resumed request continues the same text
     stop_token_ids: tuple[int, ...] = ()  # the model's end tokens included, unless ignore_eos
+    min_tokens: int = 0  # of output, before any of stop_token_ids may be chosen
+    min_p: float = 0.0  # least probability of a token, as a part of the best one's; 0 = off
+    presence_penalty: float = 0.0  # taken off the logit of each token that the output has
+    frequency_penalty: float = 0.0  # taken off as often as the output has it
+    repetition_penalty: float = 1.0  # logits of tokens in prompt or output: divided by it if above 0, else multiplied
+    logit_bias: tuple[tuple[int, float], ...] = ()  # added to these tokens' logits
+    logprobs: int | None = None  # tell each token's, and those of so many best ones; None = none
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, from the second on
 
 
 class GenerateRequest(Message, frozen=True, tag="generate"):
@@ -47,7 +55,7 @@ class GenerateRequest(Message, frozen=True, tag="generate"):
     tenant: str = ""
     adapter: str = ""
     priority: int = 0  # lower is served first
-    num_choices: int = 1
+    num_choices: int = 1  # answers to the one prompt: one lease, one epoch, one handoff for all of them
 
 
 class RequestState(Message, frozen=True):
@@ -55,12 +63,18 @@ class RequestState(Message, frozen=True):
 
     request: GenerateRequest
     epoch: int
-    output: tuple[int, ...] = ()  # tokens already sent to the client, from the token log
+    output: tuple[int, ...] = ()  # tokens of choice 0 already sent to the client, from the token log
+    others: tuple[tuple[int, ...], ...] = ()  # those of the further choices; () where none was sent
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Prompt and the tokens already sent: what the KV must cover."""
+        """Prompt and the tokens already sent (of choice 0): what the KV must cover."""
         return self.request.token_ids + self.output
+
+    @property
+    def outputs(self) -> tuple[tuple[int, ...], ...]:
+        """Tokens already sent, by choice."""
+        return (self.output, *(self.others or ((),) * (self.request.num_choices - 1)))
 
 
 # --- scheduler's stream: `sched` ------------------------------------------------------------------
@@ -163,6 +177,15 @@ ControlMsg = Cancel | ResendKv
 # --- gateway's stream: `tokens:<incarnation>` -------------------------------------------------------
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms of a token's probability and of the most probable ones at its place, by the model's logits as
+    they are: before bias, penalties, temperature and cuts."""
+
+    logprob: float
+    rank: int  # 1 = no token was more probable
+    top: tuple[tuple[int, float], ...] = ()  # token, logprob; the most probable first
+
+
 class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="t"):
     """Output tokens of one choice, from `index` (0 = the first token after the prompt)."""
 
@@ -172,17 +195,20 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag="t"):
     index: int
     token_ids: tuple[int, ...]
     num_cached_tokens: int = 0  # prompt tokens that nobody had to compute; told with the attempt's first token
+    logprobs: tuple[TokenLogprobs, ...] = ()  # aligned with token_ids, if they were asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with choice 0's first token: of the prompt's tokens 1 and on
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="f"):
-    """The one terminal event of an accepted request."""
+    """The one terminal event of an accepted request, after all of its choices have ended."""
 
     request_id: RequestId
     epoch: int
-    reason: FinishReason
-    num_output_tokens: int = 0
+    reason: FinishReason  # of choice 0; the others' follow from their tokens
+    num_output_tokens: int = 0  # of choice 0
     num_cached_tokens: int = 0  # prompt tokens that nobody had to compute
     error: str = ""
+    others: tuple[int, ...] = ()  # output tokens of the further choices
 
 
 class EpochRaised(msgspec.Struct, frozen=True, array_like=True, tag="e"):
@@ -190,7 +216,8 @@ class EpochRaised(msgspec.Struct, frozen=True, array_like=True, tag="e"):
 
     request_id: RequestId
     epoch: int
-    num_output_tokens: int  # length of the token log at that moment
+    num_output_tokens: int  # length of choice 0's token log at that moment
+    others: tuple[int, ...] = ()  # of the further choices' logs
 
 
 GatewayMsg = Tokens | Finished | EpochRaised
@@ -302,8 +329,10 @@ class FirstToken(Message, frozen=True):
     """What prefill knows that decode cannot recompute from blocks."""
 
     index: int
-    token_id: int
+    token_id: int  # of choice 0
     num_cached_tokens: int = 0
+    others: tuple[int, ...] = ()  # the further choices' first tokens
+    logprobs: tuple[TokenLogprobs, ...] = ()  # by choice, if they were asked for
 
 
 class Ready(Message, frozen=True, tag="ready"):

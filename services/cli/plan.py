@@ -10,13 +10,14 @@ import msgspec
 from services.cli.placement import cores_text, split_cores
 from services.cli.probe import REDIS_SOCKET
 from services.cli.supervisor import ServiceSpec
-from shared.config import PREFIX, Settings, to_environ
+from shared.config import DRAIN_S, PREFIX, Settings, to_environ
 
 REDIS_STAGE, SERVICE_STAGE = 0, 1
 # A drain needs, from first to last: the gateway to see its streams end, the scheduler to place what is
 # preempted, the workers to finish, Redis to carry it all.
 STOP_GATEWAY, STOP_SCHEDULER, STOP_WORKERS, STOP_INDEX, STOP_REDIS = range(5)
-GATEWAY_DRAIN_S, OTHER_DRAIN_S = 20.0, 8.0
+WORK_DRAIN_S = DRAIN_S + 5.0  # gateway and workers, which have something to finish
+OTHER_DRAIN_S = 8.0
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -79,7 +80,7 @@ def service_specs(plan: StackPlan) -> list[ServiceSpec]:
     specs = [
         _spec("prefix_index", "prefix-index", s, http_url("127.0.0.1", index_port), STOP_INDEX),
         _spec("scheduler", "scheduler", s, http_url("127.0.0.1", scheduler_port), STOP_SCHEDULER),
-        _spec("gateway", "gateway", s, http_url(s.gateway.internal_host, gateway_port), STOP_GATEWAY, GATEWAY_DRAIN_S),
+        _spec("gateway", "gateway", s, http_url(s.gateway.internal_host, gateway_port), STOP_GATEWAY, WORK_DRAIN_S),
     ]
     shares = split_cores(plan.cores, len(plan.workers))
     for (room, name), cores, port in zip(plan.workers, shares, worker_ports, strict=True):
@@ -95,7 +96,7 @@ def _worker_spec(
     )
     engine = msgspec.structs.replace(s.engine, memory_share=memory_share)
     s = msgspec.structs.replace(s, worker=worker, engine=engine)
-    return _spec(room, name, s, http_url("127.0.0.1", port), STOP_WORKERS, cores=cores)
+    return _spec(room, name, s, http_url("127.0.0.1", port), STOP_WORKERS, WORK_DRAIN_S, cores)
 
 
 def _spec(

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.sampling import draw_tokens
+from kernels.sampling import draw_tokens, mask_logits
 from services.engine.types import SampleSpec
 from shared.errors import ModelError
 
@@ -19,13 +19,26 @@ _MASK = (1 << 64) - 1
 Floats = npt.NDArray[np.float64]
 
 
-def sample(logits: torch.Tensor, specs: Sequence[SampleSpec], num_threads: int = 1) -> list[int]:
-    """One token per row. Temperature 0 is the best-ranked token.
+AllowedTokens = npt.NDArray[np.uint32]
+"""`[num_rows, ceil(vocab / 32)]`: bit `t % 32` of word `t // 32` says whether token t may be chosen (llguidance's
+layout). At least one token of each row must be allowed; a row without a constraint has all bits set."""
+
+
+def sample(
+    logits: torch.Tensor,
+    specs: Sequence[SampleSpec],
+    num_threads: int = 1,
+    allowed: AllowedTokens | None = None,
+) -> list[int]:
+    """One token per row. Temperature 0 is the best-ranked token. May change `logits`.
 
     :param logits: float32 `[num_rows, vocab]`.
+    :param allowed: None where no row is constrained.
     :raises ModelError: a chosen logit is not finite: the weights or the KV are broken.
     """
     values = logits.numpy()
+    if allowed is not None:
+        mask_logits(values, allowed)
     drawn = [row for row, spec in enumerate(specs) if spec.sampling.temperature > 0 and spec.sampling.top_k != 1]
     tokens = np.empty(len(specs), np.int64)
     if len(drawn) < len(specs):

@@ -4,6 +4,7 @@ The planner is pure Python and knows no tensor; the runner knows no queue. A `St
 down, a `StepResult` all that comes back.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NewType, Protocol
 
@@ -37,6 +38,8 @@ class SampleSpec:
     sampling: SamplingParams
     choice: int
     position: int  # of the token to be chosen, counted from the start of the seq
+    tokens: Sequence[int] = ()  # the seq's own list, which may grow meanwhile: read the first `position` of it
+    num_prompt_tokens: int = 0  # of those; the others are output, which penalties and grammars are functions of
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,12 @@ from services.gateway.params import unknown_model
 from services.gateway.ports import NullObserver, Observer, RequestPort
 from services.gateway.prepare import Preparer
 from services.gateway.streams import Streams
-from services.gateway.tokenizer import Tokenizer
 from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.ids import Incarnation
 from shared.offload import Offload
 from shared.randomness import Randomness
+from shared.tokenizer import Tokenizer
 
 
 def build_app(

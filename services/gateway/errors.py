@@ -85,6 +85,22 @@ def late_body(seconds: float) -> ApiError:
     return ApiError(408, f"The body did not arrive within {seconds:g} seconds.", code="body_timeout")
 
 
+REFUSALS = {
+    "queue_timeout": ("The request waited too long for a free worker; try again later.", 5),
+    "shutting_down": ("The server is shutting down; try again.", 1),
+    "cancelled": ("The request was cancelled by the server.", 1),
+}
+"""Why the server does not go on with a request that it had taken, by code: what the client is told, and when it may ask
+again (seconds)."""
+
+
+def server_refused(why: str) -> ApiError:
+    """:param why: a key of `REFUSALS`; anything else is told as `cancelled`."""
+    code = why if why in REFUSALS else "cancelled"
+    message, retry_after_s = REFUSALS[code]
+    return ApiError(503, message, code=code, retry_after_s=retry_after_s)
+
+
 def internal() -> ApiError:
     return ApiError(500, "The server failed to process the request.", code="internal_error")
 

@@ -8,15 +8,15 @@ from typing import Literal
 import anyio
 import structlog
 
-from services.gateway.errors import ApiError, bus_lost, internal, queue_full
+from services.gateway.errors import ApiError, bus_lost, internal, queue_full, server_refused
 from services.gateway.mailbox import Item, Mailbox
 from services.gateway.ports import Admission, Observer, RequestPort, RequestSummary
 from services.gateway.stop_strings import StopMatcher
 from services.gateway.streams import RequestStream, Streams
-from services.gateway.tokenizer import Tokenizer
 from shared.clock import Clock
 from shared.errors import BusError
 from shared.messages import Finished, FinishReason, GenerateRequest
+from shared.tokenizer import Tokenizer
 
 log = structlog.get_logger("gateway")
 
@@ -178,6 +178,7 @@ class Generation:
     async def _admit(self, index: int, choice: _Choice) -> None:
         services, request = self._services, choice.request
         choice.stream = services.streams.open(request.request_id, index, self._mailbox, self._arrived_at)
+        choice.stream.durable = self._durable
         # Shielded: a half-sent admission could reach the queue after the cancel that follows it.
         answer: Admission | None = None
         try:
@@ -250,6 +251,6 @@ class Generation:
 
 def _failure(event: Finished) -> ApiError:
     if event.reason == "cancelled":
-        return ApiError(503, "The request was cancelled by the server.", code="cancelled", retry_after_s=1)
+        return server_refused(event.error)
     log.error("request failed", request_id=event.request_id, error=event.error)
     return internal()

@@ -9,7 +9,6 @@ from services.gateway.errors import ApiError, bad_field, bus_lost, no_worker
 from services.gateway.params import Params
 from services.gateway.ports import RequestPort
 from services.gateway.prompts import Prompt
-from services.gateway.tokenizer import Tokenizer
 from shared.config import GatewayConfig
 from shared.errors import BusError
 from shared.hashing import block_hashes, chain_root
@@ -17,6 +16,7 @@ from shared.ids import BlockHash, Incarnation, RequestId
 from shared.messages import GenerateRequest, SamplingParams
 from shared.offload import Offload
 from shared.randomness import Randomness
+from shared.tokenizer import Tokenizer
 
 _OFFLOAD_TOKENS = 16_384  # more are hashed off the event loop
 

@@ -17,10 +17,10 @@ from services.gateway.queue_ingress import QueueIngress
 from services.gateway.queue_job import JobParts, QueueCounts
 from services.gateway.redis_port import RedisRequestPort
 from services.gateway.streams import Streams
-from services.gateway.tokenizer import load_tokenizer
 from shared.api_keys import ApiKeys
 from shared.bus import RedisBus
-from shared.config import GatewayConfig
+from shared.clock import Clock
+from shared.config import DRAIN_S, GatewayConfig
 from shared.errors import BusError
 from shared.health import HttpLimits, Probes, bind, probe_routes, routes, serve_app
 from shared.leases import Leases
@@ -32,10 +32,11 @@ from shared.rate_limits import RateLimits
 from shared.roster import Roster
 from shared.stream_lengths import StreamLengths
 from shared.submissions import Submissions
+from shared.tokenizer import load_tokenizer
 
 log = structlog.get_logger(__name__)
-DRAIN_S = 30.0
-"""Open answers may take so long to end after SIGTERM."""
+LAST_WORDS_S = 2.0
+"""What is open so long before the end of the drain is told that it ends."""
 READY_EVERY_S = 0.2
 LENGTHS_EVERY_S = 2.0
 QUEUE_COUNTERS = ("taken", "answered", "refused", "dead", "repeats", "lost", "waits", "restarts")
@@ -66,7 +67,15 @@ class Readiness:
         return self.redis_answers and self.num_workers["decode"] > 0, {"workers": dict(self.num_workers)}
 
     def health(self) -> tuple[bool, dict[str, object]]:
-        return self.redis_answers, {}
+        return self.redis_answers, {} if self.redis_answers else {"redis": "does not answer"}
+
+
+def stream_lengths(process: Process) -> StreamLengths:
+    """Of the streams that all share, and this gateway's own."""
+    keys = process.keys
+    streams = {"sched": keys.sched().key, "kv": keys.kv().key, "index": keys.index().key, "submit": keys.submit()}
+    streams |= {"dead": keys.dead(), "tokens": keys.tokens(process.incarnation).key}
+    return StreamLengths(process.link, streams)
 
 
 async def watch_lengths(lengths: StreamLengths, process: Process) -> None:
@@ -77,11 +86,11 @@ async def watch_lengths(lengths: StreamLengths, process: Process) -> None:
         await process.clock.sleep(LENGTHS_EVERY_S)
 
 
-def stream_lengths(process: Process) -> StreamLengths:
-    """Of the streams that only grow while somebody fails to read them."""
-    keys = process.keys
-    streams = {"sched": keys.sched().key, "kv": keys.kv().key, "index": keys.index().key, "submit": keys.submit()}
-    return StreamLengths(process.link, streams | {"dead": keys.dead(), "tokens": keys.tokens(process.incarnation).key})
+async def end_streams(streams: Streams, clock: Clock) -> None:
+    """The end of a drain that takes too long: an error, not a connection that breaks."""
+    await clock.sleep(DRAIN_S - LAST_WORDS_S)
+    log.warning("gateway.drain_is_over", open=len(streams))
+    streams.refuse_all("shutting_down")
 
 
 def queue_ingress(process: Process, app: Starlette, leases: Leases) -> QueueIngress:
@@ -156,22 +165,24 @@ async def serve(process: Process) -> None:
         lambda: {"open_requests": len(app.state.streams), "redis_outages_total": process.link.outages},
         counters=["redis_outages_total"],
     )
-    keeper = Keeper(port, app.state.streams, process.clock, settings.lease)
+    keeper = Keeper(port, app.state.streams, process.clock, settings.lease, settings.gateway.queue_timeout_s)
     metrics.stats(lambda: {"readmitted_total": keeper.num_readmitted}, counters=["readmitted_total"])
     ingress = queue_ingress(process, app, leases)
     metrics.stats(ingress.counts, QUEUE_COUNTERS, part="submissions")
     lengths = stream_lengths(process)
     metrics.stats(lambda: lengths.lengths, part="stream_length")
     debug_app = internal_app(probes, app.state.streams, process)
-    async with anyio.create_task_group() as inside:
-        internal_port = await inside.start(serve_app, debug_app, internal, 1.0)  # to be looked at while others drain
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(readiness.watch, process)
-            tasks.start_soon(keeper.run)
-            tasks.start_soon(watch_lengths, lengths, process)
-            listening = await tasks.start(serve_app, app, sock, DRAIN_S, http_limits(settings.gateway))
-            tasks.start_soon(ingress.run)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(readiness.watch, process)
+        tasks.start_soon(keeper.run)  # during the drain too: a gateway that is silent is buried, its requests cancelled
+        tasks.start_soon(watch_lengths, lengths, process)
+        internal_port = await tasks.start(serve_app, debug_app, internal, 1.0)  # so too: to be looked at
+        async with anyio.create_task_group() as serving:
+            listening = await serving.start(serve_app, app, sock, DRAIN_S, http_limits(settings.gateway))
+            serving.start_soon(ingress.run)
             log.info("service.listening", port=listening, internal_port=internal_port)
             await process.stopping.wait()
-            tasks.cancel_scope.cancel()
-        inside.cancel_scope.cancel()
+            log.info("gateway.drains", open=len(app.state.streams))
+            tasks.start_soon(end_streams, app.state.streams, process.clock)
+            serving.cancel_scope.cancel()
+        tasks.cancel_scope.cancel()

@@ -19,10 +19,10 @@ from services.engine.load import ModelPlan, open_model
 from services.engine.model_spec import WeightDtype
 from services.engine.step_batch import build_batch
 from services.engine.types import PlanItem, SeqId
-from services.gateway.tokenizer import load_tokenizer
 from shared.config import EngineConfig, ModelConfig
 from shared.ids import BlockId
 from shared.model_path import resolve
+from shared.tokenizer import load_tokenizer
 
 WINDOW, CHUNK, BLOCK = 512, 128, 16
 

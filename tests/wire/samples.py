@@ -12,7 +12,23 @@ GW, P, D = Incarnation("gateway-1"), Incarnation("prefill-1"), Incarnation("deco
 H1, H2 = BlockHash(bytes(range(16))), BlockHash(bytes(range(16, 32)))
 DIGEST = BlockDigest(bytes(range(32, 48)))
 
-SAMPLING = m.SamplingParams(max_tokens=64, temperature=0.5, top_p=0.9, top_k=40, seed=7, stop_token_ids=(2, 0))
+SAMPLING = m.SamplingParams(
+    max_tokens=64,
+    temperature=0.5,
+    top_p=0.9,
+    top_k=40,
+    seed=7,
+    stop_token_ids=(2, 0),
+    min_tokens=3,
+    min_p=0.125,
+    presence_penalty=0.5,
+    frequency_penalty=-0.5,
+    repetition_penalty=1.5,
+    logit_bias=((9, -100.0),),
+    logprobs=2,
+    prompt_logprobs=0,
+)
+LOGPROBS = m.TokenLogprobs(-0.5, 2, ((12, -0.25), (11, -0.5)))
 REQUEST = m.GenerateRequest(
     request_id=R,
     gateway=GW,
@@ -27,13 +43,13 @@ REQUEST = m.GenerateRequest(
 )
 ENDPOINT = m.Endpoint(host="127.0.0.1", port=9000, shm_path="/run/p.sock", host_id="h")
 SOURCE = m.SourceRef(worker_id=WorkerId("prefill-0"), incarnation=P, endpoints=(ENDPOINT,), capability=b"\x01\x02")
-FIRST = m.FirstToken(index=3, token_id=42, num_cached_tokens=16)
+FIRST = m.FirstToken(index=3, token_id=42, num_cached_tokens=16, others=(43,), logprobs=(LOGPROBS, LOGPROBS))
 TASK: dict[str, Any] = {"request_id": R, "epoch": 2, "attempt": A, "term": 5, "num_prompt_tokens": 33}
 
 SAMPLES: dict[str, Any] = {
     "sampling": SAMPLING,
     "request": REQUEST,
-    "state": m.RequestState(request=REQUEST, epoch=2, output=(9, 10)),
+    "state": m.RequestState(request=REQUEST, epoch=2, output=(9, 10), others=((8,),)),
     "admitted": m.Admitted(request_id=R, epoch=1),
     "ended": m.Ended(request_id=R),
     "credit_freed": m.CreditFreed(incarnation=D),
@@ -46,9 +62,11 @@ SAMPLES: dict[str, Any] = {
     "decode_task_alone": m.DecodeTask(credit_blocks=4, **TASK),
     "cancel": m.Cancel(request_id=R, epoch=2, reason="client gone"),
     "resend_kv": m.ResendKv(),
+    "token_logprobs": LOGPROBS,
     "tokens": m.Tokens(R, 2, 0, 5, (11, 12)),
-    "finished": m.Finished(R, 2, "length", 64, 16, "why"),
-    "epoch_raised": m.EpochRaised(R, 3, 7),
+    "tokens_with_logprobs": m.Tokens(R, 2, 1, 5, (11,), 16, (LOGPROBS,), (LOGPROBS,)),
+    "finished": m.Finished(R, 2, "length", 64, 16, "why", (3,)),
+    "epoch_raised": m.EpochRaised(R, 3, 7, (5,)),
     "registration": m.Registration(
         worker_id=WorkerId("decode-0"),
         incarnation=D,

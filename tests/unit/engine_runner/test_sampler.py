@@ -164,3 +164,25 @@ def test_broken_logits_raise(temperature: float):
     logits = torch.full((1, 10), float("nan"))
     with pytest.raises(ModelError, match="not finite"), np.errstate(invalid="ignore"):
         sample(logits, [spec(temperature=temperature)])
+
+
+@pytest.mark.parametrize("vocab", [40, 64, 71])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_allowed_tokens_are_chosen(vocab: int, temperature: float):
+    """Greedy takes the best of the allowed, sampling never another; a row with all bits set is not constrained."""
+    rng = np.random.default_rng(vocab)
+    rows = 200
+    logits = torch.from_numpy(rng.standard_normal((rows, vocab)).astype(np.float32))
+    may = rng.random((rows, vocab)) < 0.2
+    may[np.arange(rows), rng.integers(0, vocab, rows)] = True
+    may[0] = True
+    bits = np.zeros((rows, -(-vocab // 32) * 32), np.uint8)
+    bits[:, :vocab] = may
+    allowed = np.packbits(bits, axis=-1, bitorder="little").view(np.uint32)
+    specs = [spec(i, temperature=temperature) for i in range(rows)]
+    free = sample(logits.clone(), specs)
+    tokens = sample(logits.clone(), specs, 1, allowed)
+    assert may[np.arange(rows), tokens].all()
+    assert tokens[0] == free[0]
+    if not temperature:
+        assert tokens == np.where(may, logits.numpy(), -np.inf).argmax(-1).tolist()

@@ -6,9 +6,9 @@ import pytest
 
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.errors import ApiError
-from services.gateway.tokenizer import Tokenizer
 from shared.clock import ManualClock
 from shared.errors import ModelError
+from shared.tokenizer import Tokenizer
 
 MESSAGES = [
     {"role": "system", "content": 'Say "<b>" & é\n'},

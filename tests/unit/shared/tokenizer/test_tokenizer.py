@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from services.gateway.detokenizer import _BYTE_OF_CHAR
-from services.gateway.gguf_metadata import read_metadata
-from services.gateway.tokenizer import Tokenizer, load_tokenizer
 from shared.errors import ModelError
+from shared.gguf_header import read_metadata
 from shared.model_path import resolve
+from shared.tokenizer import Tokenizer, load_tokenizer
+from shared.tokenizer.detokenizer import _BYTE_OF_CHAR
 
 TEXTS = [
     "Hello, world!",

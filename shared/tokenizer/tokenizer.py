@@ -10,10 +10,10 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, processors
 
-from services.gateway.detokenizer import ByteLevelPieces, Detokenizer, Pieces, pieces_for
-from services.gateway.gguf_metadata import read_metadata
-from services.gateway.pretokenizers import pre_type
 from shared.errors import ModelError
+from shared.gguf_header import read_metadata
+from shared.tokenizer.detokenizer import ByteLevelPieces, Detokenizer, Pieces, pieces_for
+from shared.tokenizer.pretokenizers import pre_type
 
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
 _GGUF_END_TOKENS = ("eos", "eot", "eom")

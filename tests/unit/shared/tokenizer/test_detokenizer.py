@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 
-from services.gateway.detokenizer import _BYTE_OF_CHAR, ByteLevelPieces, Pieces, pieces_for
-from services.gateway.tokenizer import Tokenizer
 from shared.errors import ModelError
+from shared.tokenizer import Tokenizer
+from shared.tokenizer.detokenizer import _BYTE_OF_CHAR, ByteLevelPieces, Pieces, pieces_for
 
 
 def pieces(source: Tokenizer | Pieces, token_ids: Sequence[int]) -> list[str]:
