@@ -142,6 +142,7 @@ async def serve(process: Process) -> None:
     metrics.stats(ingress.counts, QUEUE_COUNTERS, part="submissions")
     lengths = stream_lengths(process)
     metrics.stats(lambda: lengths.lengths, part="stream_length")
+    metrics.stats(lambda: lengths.memory, part="redis")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(readiness.watch, process)
         tasks.start_soon(keeper.run)  # during the drain too: a gateway that is silent is buried, its requests cancelled
