@@ -2,9 +2,9 @@
 
 import torch
 
+from services.engine.choosing import choose
 from services.engine.model import Model
 from services.engine.model_spec import KVDtype, kv_spec
-from services.engine.sampler import sample
 from services.engine.step_batch import build_batch
 from services.engine.types import PlanItem, SampleSpec, SeqId, StepPlan, StepResult
 from shared.hashing import block_digest
@@ -65,16 +65,11 @@ class ModelRunner:
         :raises ModelError: the logits are not finite.
         """
         self._copy(plan.copies)
-        sampled: list[tuple[int, ...]] = [()] * len(plan.items)
-        if plan.items:
-            batch = build_batch(plan.items, self.block_size)
-            logits = self._model.forward(batch, self._pool, self._num_threads)
-            wanted = [(i, item.sample) for i, item in enumerate(plan.items) if item.sample is not None]
-            for (i, _), token in zip(
-                wanted, sample(logits, [spec for _, spec in wanted], self._num_threads), strict=True
-            ):
-                sampled[i] = (token,)
-        return StepResult(tuple(sampled), tuple(self._digest(block) for block in plan.digest_blocks))
+        if not plan.items:
+            return StepResult((), self._digests(plan))
+        batch = build_batch(plan.items, self.block_size)
+        logits = self._model.forward(batch, self._pool, self._num_threads)
+        return choose(plan.items, logits, self._digests(plan), self._num_threads)
 
     def warm_up(self, num_tokens: int) -> None:
         """Run one prompt chunk and one decode step, so that the first request pays for no first use. Writes into
@@ -94,6 +89,9 @@ class ModelRunner:
         if copies:
             sources, targets = zip(*copies, strict=True)
             self._pool[list(targets)] = self._pool[list(sources)]
+
+    def _digests(self, plan: StepPlan) -> tuple[BlockDigest, ...]:
+        return tuple(self._digest(block) for block in plan.digest_blocks)
 
     def _digest(self, block: BlockId) -> BlockDigest:
         return block_digest(self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes])
