@@ -52,6 +52,18 @@ class GatewayConfig(Section, frozen=True):
     max_submissions: int = 256  # of the Redis queue, in work here at once; others stay in the stream
     submission_lease_s: float = 10.0  # a gateway silent for so long loses its submissions to another
     result_ttl_s: float = 3600.0  # results of submissions stay so long after their last entry
+    max_prompt_tokens: int = 0  # of one prompt; 0 = what the model takes
+    # the edge: SECURITY.md
+    internal_host: str = "127.0.0.1"  # /metrics and /debug, which the public port does not have
+    internal_port: int = 0  # 0 = any free port
+    require_key: Literal["auto", "on", "off"] = "auto"  # auto: from the first `baton keys add` on
+    cache_salt: Literal["deployment", "tenant"] = "deployment"  # who may hit whose cached prefixes
+    tls_cert: str = ""  # PEM files; both or none
+    tls_key: str = ""
+    cors_origins: tuple[str, ...] = ()  # of browsers' pages that may ask; "*" = any
+    header_timeout_s: float = 10.0  # a request's line and headers arrive within it, or the connection ends
+    body_timeout_s: float = 60.0  # the same for its body
+    max_connections: int = 4096
 
 
 class SchedulerConfig(Section, frozen=True):
@@ -209,6 +221,9 @@ def _check(s: Settings) -> None:
         "gateway.max_submissions": s.gateway.max_submissions,
         "gateway.submission_lease_s": s.gateway.submission_lease_s,
         "gateway.result_ttl_s": s.gateway.result_ttl_s,
+        "gateway.header_timeout_s": s.gateway.header_timeout_s,
+        "gateway.body_timeout_s": s.gateway.body_timeout_s,
+        "gateway.max_connections": s.gateway.max_connections,
         "scheduler.max_attempts": s.scheduler.max_attempts,
         "scheduler.priority_level_s": s.scheduler.priority_level_s,
         "transfer.hold_s": s.transfer.hold_s,
@@ -219,5 +234,7 @@ def _check(s: Settings) -> None:
     for field, share in (("memory_fraction", s.engine.memory_fraction), ("memory_share", s.engine.memory_share)):
         if not 0 < share <= 1:
             raise ConfigError(f"configuration: engine.{field} must be in (0, 1], got {share}")
+    if bool(s.gateway.tls_cert) != bool(s.gateway.tls_key):
+        raise ConfigError("configuration: gateway.tls_cert and gateway.tls_key go together")
     if not s.transfer.transports:
         raise ConfigError("configuration: transfer.transports must name at least one transport")
