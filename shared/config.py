@@ -28,6 +28,7 @@ class RedisConfig(Section, frozen=True):
     url: str = "redis://127.0.0.1:6379/0"
     cell: str = "baton"  # hash tag of all keys
     retry_s: float = 10.0  # how long a lost Redis is retried before a call fails
+    max_memory_mb: int = 512  # of the private Redis that `baton up` runs; beyond, new work is refused
 
 
 class ModelConfig(Section, frozen=True):
@@ -210,6 +211,7 @@ def _check(s: Settings) -> None:
         "engine.max_num_seqs": s.engine.max_num_seqs,
         "engine.max_num_batched_tokens": s.engine.max_num_batched_tokens,
         "worker.num_threads": s.worker.num_threads,
+        "redis.max_memory_mb": s.redis.max_memory_mb,
         "lease.lease_s": s.lease.lease_s,
         "lease.heartbeat_s": s.lease.heartbeat_s,
         "gateway.max_queued": s.gateway.max_queued,
