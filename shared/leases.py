@@ -234,9 +234,13 @@ class Leases:
 
     async def deployment_key(self) -> bytes:
         """The deployment's secret for capabilities, made by whoever asks first. 32 bytes."""
-        key, fresh = self._keys.deployment_key(), self._randomness.token(32)
-        await self._link.call(lambda: self._link.client.setnx(key, fresh))
-        return bytes.fromhex((await self._link.call(lambda: self._link.client.get(key))).decode())
+        key, client = self._keys.deployment_key(), self._link.client
+        known = await self._link.call(lambda: client.get(key))
+        if known is None:
+            fresh = self._randomness.token(32)
+            await self._link.call(lambda: client.setnx(key, fresh))
+            known = await self._link.call(lambda: client.get(key))
+        return bytes.fromhex(known.decode())
 
     async def redis_now_ms(self) -> int:
         seconds, micros = await self._link.call(lambda: self._link.client.time())

@@ -37,6 +37,10 @@ class Usage:
     num_output_tokens: int
     num_cached_tokens: int | None  # None: it failed before the worker told
 
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Services:

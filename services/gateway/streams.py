@@ -162,6 +162,20 @@ class Streams:
         """Open streams whose requests were admitted."""
         return [s for s in self._streams.values() if s.is_open and s.request is not None]
 
+    def look(self) -> list[dict[str, object]]:
+        """What an operator may know of the open requests: no text, no tokens."""
+        return [
+            {
+                "request_id": s.request_id,
+                "tenant": s.request.tenant if s.request else "",
+                "epoch": s.epoch,
+                "num_prompt_tokens": len(s.request.token_ids) if s.request else 0,
+                "num_output_tokens": len(s.token_ids),
+                "gap": s.parked is not None,
+            }
+            for s in self._streams.values()
+        ]
+
     def refuse_all(self, why: str) -> None:
         """End all open streams but the durable ones, as `RequestStream.refuse`."""
         for stream in list(self._streams.values()):

@@ -4,6 +4,7 @@ Nothing is reaped for one lease period after the start, after Redis could not be
 suspiciously long, or after Redis' clock was set: in such a time nobody could renew anything.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
@@ -15,7 +16,7 @@ from services.scheduler.wakeup import Wakeup
 from shared.bus import Bus
 from shared.clock import Clock
 from shared.config import LeaseConfig, SchedulerConfig
-from shared.errors import BusError
+from shared.errors import BusError, BusFull
 from shared.ids import Incarnation, RequestId
 from shared.keys import Keys
 from shared.messages import WorkerGone
@@ -139,7 +140,8 @@ class Reaper:
         self._ledger.bury(incarnation)
         for request_id, epoch in held:
             await self._requeue(request_id, epoch, "its worker died", lost=incarnation)
-        await self._bus.publish(self._keys.kv(), WorkerGone(incarnation=incarnation))
+        with suppress(BusFull):  # the index looks at the list of workers itself now and then
+            await self._bus.publish(self._keys.kv(), WorkerGone(incarnation=incarnation))
         await self._workers.forget(incarnation)
         self._num_buried += 1
         self._dispatcher.refresh_wanted = True
