@@ -235,6 +235,8 @@ class Judge:
     def look(self) -> None:
         """Pools and books of everybody who is alive."""
         self._check_leases()
+        for failure in self._world.redis.failed_scripts:
+            self._world.violate(failure)
         for key in [key for key in self._world.redis.store.data if b"}:worker:" in key]:
             self._check_credit(key)
         for life in self._world.lives.values():

@@ -21,11 +21,14 @@ class Mutant:
     new: str = ""
     patches: tuple[tuple[Any, str, Any], ...] = ()
     leavers: float = 0.1
+    queued: float = 0.15
     sizes: tuple[tuple[str, int], ...] = ()  # of the plan
     also: tuple[tuple[str, str], ...] = ()  # further changes of the script
 
     def plan(self, seed: int, num_requests: int) -> Plan:
-        plan = draw(seed, num_requests, kinds=self.kinds, every_s=0.4, pace=10, leavers=self.leavers)
+        plan = draw(
+            seed, num_requests, kinds=self.kinds, every_s=0.4, pace=10, leavers=self.leavers, queued=self.queued
+        )
         return replace(plan, thorough=True, **dict(self.sizes))
 
     def overrides(self) -> dict[str, str]:

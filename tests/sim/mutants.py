@@ -43,7 +43,7 @@ from tests.sim.wrong import (
 CRASHES = ("crash", "freeze", "partition")
 NAPS = ("nap",)
 ISLANDS = ("island",)
-WIDOWS = ("widow", "blink")
+WIDOWS = ("widow", "blink", "blink")
 
 MUTANTS: tuple[Mutant, ...] = (
     lua(
@@ -64,15 +64,15 @@ MUTANTS: tuple[Mutant, ...] = (
     lua(
         "complete keeps the credit",
         "complete",
-        "if credit then redis.call('HINCRBY', KEYS[6], 'taken', -credit) end\nredis.call('HDEL', KEYS[7], held)",
+        "if credit then redis.call('HINCRBY', KEYS[6], 'taken', 0 - credit) end\nredis.call('HDEL', KEYS[7], held)",
     ),
     lua("complete forgets one of the two books", "complete", "redis.call('HDEL', KEYS[7], held)"),
-    lua(
+    Mutant(
         "complete asks for no fence",
+        WIDOWS,
         "complete",
         "if r[2] ~= ARGV[2] or r[3] ~= ARGV[3] then return 0 end",
-        "",
-        WIDOWS,
+        queued=0.8,
     ),
     lua("complete leaves the request open", "complete", "redis.call('SREM', KEYS[9], ARGV[1])"),
     lua("cancel misses prefill", "cancel", "if ARGV[3] ~= '-' then", "if false then"),
@@ -140,7 +140,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "(r[4]",
         ISLANDS,
     ),
-    lua("renew asks for no holder", "renew", "elseif r[3] ~= ARGV[1] then", "elseif false then", ("lost_replies",)),
     few_attempts("no limit of attempts", "if tonumber(r[6]) + 1 >= tonumber(ARGV[6]) then", "if false then"),
     few_attempts("attempts are not counted", "'tries', r[6] + 1", "'tries', r[6]"),
     lua(

@@ -68,6 +68,7 @@ def draw(
     every_s: float = 0.6,
     pace: float = 0,
     leavers: float = 0.1,
+    queued: float = 0.15,
 ) -> Plan:
     """The plan of a seed.
 
@@ -75,11 +76,12 @@ def draw(
     :param every_s: mean time between two faults.
     :param pace: how long steps take, 1 to 10: slow ones give the faults time to meet requests. 0 = the seed's choice.
     :param leavers: part of the clients that leave early.
+    :param queued: part of the clients that come through the Redis queue.
     """
     rng = Random(f"plan {seed}")
     pace = pace or rng.choice((1, 1, 3, 10))
     rate = rng.choice((60.0, 120.0, 200.0)) / pace**0.5
-    asks = tuple(draw_asks(rng, num_requests, rate, leavers, talkative=rng.random() < 0.25))
+    asks = tuple(draw_asks(rng, num_requests, rate, leavers, talkative=rng.random() < 0.25, queued=queued))
     num_prefill, num_decode = rng.choice(((2, 2), (1, 2), (2, 1), (3, 2), (1, 1), (0, 2)))
     slots = [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]
     slots += ["gateway-0", "gateway-1", "scheduler-0", "index-0"]

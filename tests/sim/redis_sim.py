@@ -77,6 +77,7 @@ class SimRedis:
         self.observers: list[Observer] = []
         self.filters: list[Callable[[bytes, list[Any]], bool]] = []  # False: the XADD is swallowed
         self.num_commands = 0
+        self.failed_scripts: list[str] = []  # none may ever fail
         self._blocked: list[Blocked] = []
         self._open: dict[Reply, None] = {}
 
@@ -189,7 +190,11 @@ class SimRedis:
         return b"0-1"
 
     def script(self, name: str, keys: list[Any], args: list[Any]) -> Any:
-        answer = evaluate(self.store, self._texts[name], keys, args)
+        try:
+            answer = evaluate(self.store, self._texts[name], keys, args)
+        except Refused as exc:
+            self.failed_scripts.append(f"{name}.lua: {exc}")
+            raise
         for observe in self.observers:
             observe(name, keys, args, answer)
         return answer

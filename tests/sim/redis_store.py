@@ -7,7 +7,7 @@ holds it equal to a real server. Time is a function handed in, so that TTLs and 
 from collections.abc import Callable
 from typing import Any
 
-from tests.sim.redis_streams import StreamCommands
+from tests.sim.redis_streams import Refused, StreamCommands
 
 Arg = Any
 
@@ -33,7 +33,9 @@ def raw(value: Arg) -> bytes:
 
 
 def number(value: float) -> bytes:
-    """As Lua's `%.17g`: whole numbers without a point."""
+    """As Lua's `%.17g`: whole numbers without a point, and a zero with its sign."""
+    if value == 0 and str(value).startswith("-"):
+        return b"-0"
     return b"%d" % value if value == int(value) else repr(value).encode()
 
 
@@ -168,6 +170,8 @@ class Store:
         return [part for pair in (self.get(key, dict) or {}).items() for part in pair]
 
     def _do_hincrby(self, key: bytes, field: bytes, by: bytes) -> int:
+        if by == b"-0":
+            raise Refused("ERR value is not an integer or out of range")
         value = self.make(key, dict)
         value[field] = b"%d" % (int(value.get(field, b"0")) + int(by))
         return int(value[field])

@@ -150,10 +150,9 @@ class StreamCommands:
             if scanned == SCANS_PER_CLAIM * count or len(claimed) == count:
                 cursor = show_id(entry)
                 break
-            assert entry in stream.entries, "a pending entry was deleted: versions of the server differ in that"
             if now_ms - pending.since_ms >= int(min_idle):
                 group.pending[entry] = Pending(consumer, now_ms)
-                claimed.append(stream.shown(entry))
+                claimed.append(stream.shown(entry) if entry in stream.entries else None)  # as Redis 6 does
         return [cursor, claimed]
 
     @staticmethod

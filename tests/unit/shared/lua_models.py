@@ -177,7 +177,7 @@ def complete(s: State, request: str, epoch: int, attempt: str, finished: bytes, 
     return 1
 
 
-def _tell_holders(s: State, request: str, epoch: int, prefill: str, cancel: bytes) -> None:
+def tell_holders(s: State, request: str, epoch: int, prefill: str, cancel: bytes) -> None:
     """Every holder's control stream, and prefill's list."""
     s.drop("held_p", f"{request}/{epoch}")
     if prefill != "-":
@@ -206,7 +206,7 @@ def cancel(
     s.say("tokens", finished)
     s.say("sched", ended)
     if record["st"] != "queued":
-        _tell_holders(s, request, epoch, p, told)
+        tell_holders(s, request, epoch, p, told)
     s.end(request, "cancelled")
     return b"cancelled"
 
@@ -228,7 +228,7 @@ def requeue(
         return b"stale"
     if not _is_lost(s, request, p, d, lost):
         return b"stale"
-    _tell_holders(s, request, epoch, p, told)
+    tell_holders(s, request, epoch, p, told)
     s.drop("leases", request)
     if int(record["tries"]) + 1 >= limit:
         s.say("tokens", finished)
@@ -237,13 +237,13 @@ def requeue(
         s.end(request, "done")
         return b"failed"
     record.update(st="queued", ep=str(epoch + 1), at="", ho="", pw="", dw="", tries=str(int(record["tries"]) + 1))
-    _mark(s, request, epoch + 1)
+    mark(s, request, epoch + 1)
     s.hash("queued")[request] = NOW_S * 1_000_000 + NOW_US
     s.say("sched", again)
     return b"requeued"
 
 
-def _mark(s: State, request: str, epoch: int) -> None:
+def mark(s: State, request: str, epoch: int) -> None:
     """Tell the gateway which epoch holds from now on, and how many tokens were sent."""
     s.say("tokens", msgspec.msgpack.encode(["e", request, epoch, len(s.keys.get("log", b"")) // 4]))
 
