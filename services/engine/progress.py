@@ -28,13 +28,18 @@ class _Report:
     outputs: list[SeqOutput] = field(default_factory=list)
     filled: list[Filled] = field(default_factory=list)
     started: list[SeqId] = field(default_factory=list)
+    failed: list[tuple[SeqId, str]] = field(default_factory=list)
 
 
 def check_result(plan: StepPlan, result: StepResult) -> None:
     """Assert that a runner answered what it was asked."""
     assert len(result.sampled) == len(plan.items), "results and plan items differ in number"
     assert len(result.digests) == len(plan.digest_blocks), "digests and planned blocks differ in number"
-    for item, sampled in zip(plan.items, result.sampled, strict=True):
+    failed = {index for index, _ in result.failed}
+    for i, (item, sampled) in enumerate(zip(plan.items, result.sampled, strict=True)):
+        if i in failed:
+            assert not sampled, f"seq {item.seq_id}: tokens of a failed item"
+            continue
         assert bool(sampled) == (item.sample is not None), f"seq {item.seq_id}: {len(sampled)} tokens sampled"
 
 
@@ -73,10 +78,13 @@ class Progress:
         for block, digest in zip(plan.digest_blocks, result.digests, strict=True):
             self._pool.set_digest(block, digest)
         report = _Report()
-        for item, sampled in zip(plan.items, result.sampled, strict=True):
+        failed = dict(result.failed)
+        for i, (item, sampled) in enumerate(zip(plan.items, result.sampled, strict=True)):
             seq = self._roster.get(item.seq_id)
             assert seq is not None
-            if seq.state is SeqState.ABORTED:
+            if seq.state is SeqState.ABORTED or i in failed:
+                if seq.state is not SeqState.ABORTED:
+                    report.failed.append((item.seq_id, failed[i]))
                 self._retire(seq)
                 continue
             self._advance(seq, item, report)
@@ -89,6 +97,7 @@ class Progress:
             filled=tuple(report.filled),
             kv_events=self._pool.drain_events(),
             started=tuple(report.started),
+            failed=tuple(report.failed),
             num_tokens=plan.num_tokens,
             num_preempted=num_preempted,
         )

@@ -2,9 +2,10 @@
 
 import torch
 
+from services.engine.grammars import Grammars, Wanted
 from services.engine.model import Model
 from services.engine.model_spec import KVDtype, kv_spec
-from services.engine.sampler import sample
+from services.engine.sampler import AllowedTokens, sample
 from services.engine.step_batch import build_batch
 from services.engine.types import PlanItem, SampleSpec, SeqId, StepPlan, StepResult
 from shared.hashing import block_digest
@@ -41,6 +42,7 @@ class ModelRunner:
         block_size: int,
         kv_dtype: KVDtype = "float32",
         num_threads: int = 1,
+        grammars: Grammars | None = None,
     ) -> None:
         """:param region: writable, contiguous, `num_blocks * block_bytes` long. Kept until `close`."""
         spec = model.spec
@@ -48,7 +50,7 @@ class ModelRunner:
         self.num_blocks, self.block_size = num_blocks, block_size
         assert not region.readonly, "the region must be writable"
         assert region.nbytes == num_blocks * self.block_bytes, "the region must hold exactly num_blocks blocks"
-        self._model, self._num_threads = model, num_threads
+        self._model, self._num_threads, self._grammars = model, num_threads, grammars
         self._bytes = region.cast("B")
         self._pool = torch.frombuffer(self._bytes, dtype=_TORCH_DTYPES[kv_dtype]).view(
             num_blocks, spec.num_kv_heads, spec.num_layers, 2, block_size, spec.head_dim
@@ -66,15 +68,19 @@ class ModelRunner:
         """
         self._copy(plan.copies)
         sampled: list[tuple[int, ...]] = [()] * len(plan.items)
+        failed: list[tuple[int, str]] = []
         if plan.items:
             batch = build_batch(plan.items, self.block_size)
             logits = self._model.forward(batch, self._pool, self._num_threads)
             wanted = [(i, item.sample) for i, item in enumerate(plan.items) if item.sample is not None]
-            for (i, _), token in zip(
-                wanted, sample(logits, [spec for _, spec in wanted], self._num_threads), strict=True
-            ):
-                sampled[i] = (token,)
-        return StepResult(tuple(sampled), tuple(self._digest(block) for block in plan.digest_blocks))
+            allowed, broken = self._masks([(plan.items[i].seq_id, spec) for i, spec in wanted])
+            tokens = sample(logits, [spec for _, spec in wanted], self._num_threads, allowed)
+            for row, ((i, _), token) in enumerate(zip(wanted, tokens, strict=True)):
+                if row in broken:
+                    failed.append((i, broken[row]))
+                else:
+                    sampled[i] = (token,)
+        return StepResult(tuple(sampled), tuple(self._digest(b) for b in plan.digest_blocks), tuple(failed))
 
     def warm_up(self, num_tokens: int) -> None:
         """Run one prompt chunk and one decode step, so that the first request pays for no first use. Writes into
@@ -89,6 +95,12 @@ class ModelRunner:
         """Let go of the region. No step may follow."""
         del self._pool
         self._bytes.release()
+
+    def _masks(self, wanted: list[Wanted]) -> tuple[AllowedTokens | None, dict[int, str]]:
+        if self._grammars is None:
+            assert not any(spec.sampling.grammar for _, spec in wanted), "this runner was made without grammars"
+            return None, {}
+        return self._grammars.masks(wanted)
 
     def _copy(self, copies: tuple[tuple[BlockId, BlockId], ...]) -> None:
         if copies:

@@ -71,6 +71,7 @@ class StepResult:
 
     sampled: tuple[tuple[int, ...], ...]
     digests: tuple[BlockDigest, ...] = ()
+    failed: tuple[tuple[int, str], ...] = ()  # items that alone could not go on, and why: they have no new tokens
 
 
 class Runner(Protocol):

@@ -16,6 +16,7 @@ from services.gateway.chat_template import ChatTemplate
 from services.gateway.endpoints import ChatEndpoint, CompletionsEndpoint, Parts
 from services.gateway.errors import error_response, on_crash, on_http_exception
 from services.gateway.generation import Services
+from services.gateway.grammar_check import GrammarChecker
 from services.gateway.params import unknown_model
 from services.gateway.ports import NullObserver, Observer, RequestPort
 from services.gateway.prepare import Preparer
@@ -38,6 +39,7 @@ def build_app(
     clock: Clock,
     randomness: Randomness,
     offload: Offload,
+    grammars: GrammarChecker,
     observer: Observer | None = None,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
@@ -58,6 +60,7 @@ def build_app(
         config=config,
         offload=offload,
         randomness=randomness,
+        grammars=grammars,
     )
     endpoints = {"completions": CompletionsEndpoint(parts), "chat": ChatEndpoint(parts)}
     models = _Models(model_name, created=int(clock.wall()))
@@ -70,18 +73,21 @@ def build_app(
             *extra_routes,
         ],
         exception_handlers={HTTPException: on_http_exception, Exception: on_crash},
-        lifespan=_drain(streams),
+        lifespan=_drain(streams, grammars),
     )
     app.state.streams, app.state.parts, app.state.endpoints = streams, parts, endpoints
     return app
 
 
-def _drain(streams: Streams) -> Any:
+def _drain(streams: Streams, grammars: GrammarChecker) -> Any:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(streams.run)
-            yield
+            try:
+                yield
+            finally:
+                await grammars.aclose()
             tasks.cancel_scope.cancel()
 
     return lifespan

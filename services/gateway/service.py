@@ -7,6 +7,7 @@ import structlog
 from starlette.applications import Starlette
 
 from services.gateway.app import build_app
+from services.gateway.grammar_check import ProcessGrammarChecker
 from services.gateway.keeper import Keeper
 from services.gateway.observer import PrometheusObserver
 from services.gateway.queue_ingress import QueueIngress
@@ -111,6 +112,9 @@ async def serve(process: Process) -> None:
         clock=process.clock,
         randomness=process.randomness,
         offload=offload,
+        grammars=ProcessGrammarChecker(
+            path, timeout_s=settings.gateway.grammar_timeout_s, max_bytes=settings.gateway.max_grammar_bytes
+        ),
         observer=PrometheusObserver(metrics),
         extra_routes=routes(Probes(readiness.health, readiness.ready, metrics)),
     )
