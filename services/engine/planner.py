@@ -2,11 +2,11 @@
 
 `plan()` gives out blocks and rows, `commit()` moves the seqs on by what the runner answered; between the two, blocks
 that the plan names stay where they are. Decode rows go first, then chunks of prompts, then new seqs from the waiting
-line, all in order of rank (priority, arrival).
+line, all in order of rank: priority, then arrival, where a level of priority is worth a number of arrivals (`seq.py`).
 
 Every seq ends as long as one fits the pool alone: a running seq that needs a block takes it from the last in rank, so
 the eldest always goes on; nothing takes blocks from the eldest, and no reservation passes the head of the waiting
-line unless the head would still fit.
+line unless the head would still fit (`rationing.py`).
 """
 
 from collections import Counter
@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 
 from services.engine.block_pool import BlockPool
 from services.engine.progress import Progress
+from services.engine.rationing import Rationing
 from services.engine.roster import Roster
 from services.engine.seq import Seq, SeqState, ends_with
-from services.engine.seq_blocks import Quote, SeqBlocks
+from services.engine.seq_blocks import SeqBlocks
 from services.engine.types import (
     EngineStats,
     PlanItem,
@@ -72,6 +73,7 @@ class Planner:
         self._roster = Roster()
         self._blocks = SeqBlocks(pool, prefix_caching=limits.prefix_caching)
         self._progress = Progress(pool, self._blocks, self._roster, limits.max_model_len)
+        self._rationing = Rationing(pool, self._blocks, self._roster, limits.max_model_len)
         self._in_flight: StepPlan | None = None
         self._in_flight_ids: frozenset[SeqId] = frozenset()
         self._step = 0
@@ -104,7 +106,7 @@ class Planner:
         assert not spec.prefill_only
         seq = self._make(spec)
         quote = self._blocks.quote(seq, len(seq.tokens))
-        victims = self._make_room(seq, quote)
+        victims = self._rationing.to_reserve(seq, quote, self._in_flight_ids)
         if victims is None:
             return None
         for victim in victims:
@@ -296,20 +298,11 @@ class Planner:
         while seq.table_len < seq.num_blocks:
             if self._blocks.grow(seq):
                 continue
-            victim = self._victim(seq)
+            victim = self._rationing.victim(seq)
             if victim is None:
                 return False
             self._preempt(victim)
         return True
-
-    def _victim(self, seq: Seq) -> Seq | None:
-        """The last in rank behind `seq` that is over its credit. Only the eldest takes from one that is not: from any
-        other, that one would take the blocks back at once, by right."""
-        behind = list(self._roster.behind(seq.rank))
-        over = next((other for other in behind if other.is_over_credit()), None)
-        if over is None and behind and seq is self._roster.eldest():
-            return behind[0]
-        return over
 
     def _admit(self, draft: _Draft) -> None:
         """Start waiting seqs in order until one does not fit."""
@@ -317,7 +310,7 @@ class Planner:
         while roster.waiting and len(roster.running) < draft.seats and draft.tokens_left:
             seq = roster.waiting[0]
             quote = self._blocks.quote(seq, len(seq.tokens) - 1)  # one row at least: its result is the next token
-            victims = self._afford(quote)
+            victims = self._rationing.to_start(quote)
             if victims is None:
                 return
             for victim in victims:
@@ -327,24 +320,6 @@ class Planner:
             self._progress.start_from_hits(seq)
             roster.move(seq, SeqState.RUNNING)
             draft.give(seq)
-
-    def _afford(self, quote: Quote) -> list[Seq] | None:
-        """Seqs to preempt so that a waiting seq can start; None: it must wait."""
-        if quote.within_credit:
-            return self._blocks.enough(quote, self._roster.over_credit())
-        # A block for each seq that may ask for one next, or the newcomer would be preempted at once.
-        spare = sum(1 for seq in self._roster.running if not seq.promised and not seq.spec.prefill_only)
-        return [] if quote.cost + spare <= self._pool.takeable else None
-
-    def _make_room(self, seq: Seq, quote: Quote) -> list[Seq] | None:
-        """Seqs to preempt so that a reservation can be made; None: not now."""
-        head = self._roster.waiting[0] if self._roster.waiting else None
-        if head is not None and head.rank < seq.rank:
-            return [] if quote.cost + head.num_blocks <= self._pool.takeable else None
-        flying = self._in_flight_ids
-        over = list(self._roster.over_credit(spare=flying)) if quote.within_credit else []
-        lower = [victim for victim in self._roster.behind(seq.rank, spare=flying) if victim not in over]
-        return self._blocks.enough(quote, [*over, *lower])
 
     def _preempt(self, seq: Seq) -> None:
         assert seq.spec.seq_id not in self._in_flight_ids

@@ -2,10 +2,10 @@
 
 import torch
 
-from services.engine.grammars import Grammars, Wanted
+from services.engine.choosing import choose
+from services.engine.grammars import Grammars
 from services.engine.model import Model
 from services.engine.model_spec import KVDtype, kv_spec
-from services.engine.sampler import AllowedTokens, sample
 from services.engine.step_batch import build_batch
 from services.engine.types import PlanItem, SampleSpec, SeqId, StepPlan, StepResult
 from shared.hashing import block_digest
@@ -67,20 +67,11 @@ class ModelRunner:
         :raises ModelError: the logits are not finite.
         """
         self._copy(plan.copies)
-        sampled: list[tuple[int, ...]] = [()] * len(plan.items)
-        failed: list[tuple[int, str]] = []
-        if plan.items:
-            batch = build_batch(plan.items, self.block_size)
-            logits = self._model.forward(batch, self._pool, self._num_threads)
-            wanted = [(i, item.sample) for i, item in enumerate(plan.items) if item.sample is not None]
-            allowed, broken = self._masks([(plan.items[i].seq_id, spec) for i, spec in wanted])
-            tokens = sample(logits, [spec for _, spec in wanted], self._num_threads, allowed)
-            for row, ((i, _), token) in enumerate(zip(wanted, tokens, strict=True)):
-                if row in broken:
-                    failed.append((i, broken[row]))
-                else:
-                    sampled[i] = (token,)
-        return StepResult(tuple(sampled), tuple(self._digest(b) for b in plan.digest_blocks), tuple(failed))
+        if not plan.items:
+            return StepResult((), self._digests(plan))
+        batch = build_batch(plan.items, self.block_size)
+        logits = self._model.forward(batch, self._pool, self._num_threads)
+        return choose(plan.items, logits, self._digests(plan), self._num_threads, self._grammars)
 
     def warm_up(self, num_tokens: int) -> None:
         """Run one prompt chunk and one decode step, so that the first request pays for no first use. Writes into
@@ -96,16 +87,13 @@ class ModelRunner:
         del self._pool
         self._bytes.release()
 
-    def _masks(self, wanted: list[Wanted]) -> tuple[AllowedTokens | None, dict[int, str]]:
-        if self._grammars is None:
-            assert not any(spec.sampling.grammar for _, spec in wanted), "this runner was made without grammars"
-            return None, {}
-        return self._grammars.masks(wanted)
-
     def _copy(self, copies: tuple[tuple[BlockId, BlockId], ...]) -> None:
         if copies:
             sources, targets = zip(*copies, strict=True)
             self._pool[list(targets)] = self._pool[list(sources)]
+
+    def _digests(self, plan: StepPlan) -> tuple[BlockDigest, ...]:
+        return tuple(self._digest(block) for block in plan.digest_blocks)
 
     def _digest(self, block: BlockId) -> BlockDigest:
         return block_digest(self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes])

@@ -6,6 +6,10 @@ running      has blocks for all its tokens, gets rows in steps
 preempted    blocks taken back; waits, and computes prompt and output again (or finds them cached)
 handing_off  prefill only: computed, its blocks stay announced until released
 aborted      over for the caller, but a step or a transfer still names its blocks
+
+Rank: a lower priority number goes first, as in vLLM's API, but not for ever. A level of priority is worth
+`ARRIVALS_PER_LEVEL` arrivals: `due = arrival + priority * ARRIVALS_PER_LEVEL`. The order of two seqs never changes, and
+a seq is overtaken by a bounded number of later ones, so nobody starves.
 """
 
 from collections.abc import Sequence
@@ -17,6 +21,8 @@ from services.engine.types import SeqSpec
 from shared.hashing import block_hash
 from shared.ids import BlockHash, BlockId
 from shared.messages import SamplingParams
+
+ARRIVALS_PER_LEVEL = 64
 
 
 class SeqState(Enum):
@@ -59,6 +65,8 @@ class Seq:
     arrival: int
     block_size: int
     credit: int  # blocks that it may have by right
+    due: int = field(init=False)  # when its turn is, in arrivals
+    rank: tuple[int, int] = field(init=False)  # whose turn it is: lower is served first, never preempted for higher
     tokens: list[int] = field(init=False)
     hashes: list[BlockHash] = field(init=False)  # of full blocks, extended on demand
     state: SeqState = SeqState.WAITING
@@ -75,18 +83,15 @@ class Seq:
     _frozen_table: tuple[BlockId, ...] | None = None
 
     def __post_init__(self) -> None:
+        self.due = self.arrival + self.spec.priority * ARRIVALS_PER_LEVEL
+        self.rank = (self.due, self.arrival)
         self.tokens = list(self.spec.token_ids)
         self.hashes = list(self.spec.block_hashes)
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Whose turn it is: lower is served first and is never preempted for higher."""
-        return (self.spec.priority, self.arrival)
-
-    @property
-    def waiting_rank(self) -> tuple[int, bool, int]:
-        """Order of the waiting line: preempted first among those of equal priority."""
-        return (self.spec.priority, self.state is not SeqState.PREEMPTED, self.arrival)
+    def waiting_rank(self) -> tuple[int, int]:
+        """Order of the waiting line: a preempted seq, whose client is being answered, counts one level better."""
+        return (self.due - (ARRIVALS_PER_LEVEL if self.state is SeqState.PREEMPTED else 0), self.arrival)
 
     @property
     def num_remaining(self) -> int:

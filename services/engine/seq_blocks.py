@@ -90,21 +90,21 @@ class SeqBlocks:
         for index in range(first, last):
             self._pool.fill(seq.table[index], seq.hashes[index], seq.parent_hash(index))
 
-    def enough(self, quote: Quote, victims: Iterable[Seq]) -> list[Seq] | None:
-        """The first of `victims`, as few as will do, whose blocks make the quote affordable; None if all do not.
-        A block that two seqs hold is gained only if both give it back."""
+    def enough(self, quote: Quote, wanted: int, victims: Iterable[Seq]) -> list[Seq] | None:
+        """The first of `victims`, as few as will do, whose blocks make `wanted` blocks takeable, the quote's hits not
+        counted; None if all do not. A block that two seqs hold is gained only if both give it back."""
         gained, chosen = self._pool.takeable, []
         given_back: Counter[BlockId] = Counter()
         hits = frozenset(quote.hits)
         for seq in victims:
-            if gained >= quote.cost:
+            if gained >= wanted:
                 break
             chosen.append(seq)
             gained += seq.promised
             for block in seq.table:
                 given_back[block] += 1
                 gained += block not in hits and given_back[block] == self._pool.refs(block)
-        return chosen if gained >= quote.cost else None
+        return chosen if gained >= wanted else None
 
     def _match(self, seq: Seq, max_blocks: int) -> list[BlockId]:
         seq.extend_hashes(max_blocks)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NewType, Protocol
 
 from shared.ids import BlockDigest, BlockHash, BlockId
-from shared.messages import FirstToken, Removed, SamplingParams, Stored
+from shared.messages import FirstToken, Removed, SamplingParams, Stored, TokenLogprobs
 
 SeqId = NewType("SeqId", str)
 """One seq in one engine, chosen by the worker service (request, epoch and choice): never reused."""
@@ -40,6 +40,7 @@ class SampleSpec:
     position: int  # of the token to be chosen, counted from the start of the seq
     tokens: Sequence[int] = ()  # the seq's own list, which may grow meanwhile: read the first `position` of it
     num_prompt_tokens: int = 0  # of those; the others are output, which penalties and grammars are functions of
+    num_choices: int = 1  # first tokens to choose from the one row, for `choice` and the ones after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class PlanItem:
     start: int  # position of the first row = tokens whose KV is already in the pool
     block_table: tuple[BlockId, ...]  # covers start + num_rows tokens
     sample: SampleSpec | None  # None: a chunk that is not the last
+    targets: tuple[int, ...] = ()  # tokens whose logprobs are wanted by the first rows; the next one's in row 0
+    num_top: int = 0  # of the best tokens told beside each target
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,8 @@ class StepResult:
 
     sampled: tuple[tuple[int, ...], ...]
     digests: tuple[BlockDigest, ...] = ()
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # of `sampled`, as asked; () where no item asked
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # of `targets`; () where no item has any
     failed: tuple[tuple[int, str], ...] = ()  # items that alone could not go on, and why: they have no new tokens
 
 
@@ -103,6 +108,8 @@ class SeqOutput:
     token_ids: tuple[int, ...]
     finish: Literal["stop", "length"] | None = None  # prefill-only seqs never finish by being handed off
     num_cached_tokens: int = 0  # prompt tokens found cached when the seq first started
+    logprobs: tuple[TokenLogprobs, ...] = ()  # aligned with token_ids, if asked
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with the first output token, if asked: of tokens 1 and on
 
 
 @dataclass(frozen=True, slots=True)

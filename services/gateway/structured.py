@@ -34,8 +34,9 @@ def read_grammar(fields: Fields) -> GrammarAsk | None:
     found = [ask for ask in asks if ask is not None]
     if len(found) > 1:
         raise bad_field(found[1].field, f"{found[0].field} and {found[1].field} cannot both be given.")
-    if found and fields.boolean("ignore_eos"):
-        raise bad_field("ignore_eos", f"ignore_eos cannot be combined with {found[0].field}, which ends the answer.")
+    for name in ("ignore_eos", "min_tokens"):
+        if found and fields.get(name):
+            raise bad_field(name, f"{name} cannot be combined with {found[0].field}, which ends the answer.")
     return found[0] if found else None
 
 

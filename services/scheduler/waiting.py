@@ -1,13 +1,16 @@
 """Requests that wait for dispatch, in the order in which they are served.
 
-Order: priority, then epoch (a request that a client already sees goes first), then arrival. The queue is bounded;
-what does not fit stays in Redis, which holds the truth, and is fetched later.
+A request is due when it arrives, plus `level_s` seconds for each number of its priority: a lower priority number is
+served first, but a level is worth no more than that time, so nobody is overtaken for ever. A resumed request, which a
+client sees already, counts one level better. The queue is bounded; what does not fit stays in Redis, which holds the
+truth, and is fetched later.
 """
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from services.scheduler.placement import Demand
+from shared.clock import Clock
 from shared.hashing import block_hash
 from shared.ids import BlockHash, RequestId, TokenCount
 from shared.messages import RequestState
@@ -53,15 +56,17 @@ def _extend(
     return tuple(chain)
 
 
-_Key = tuple[int, int, int, RequestId]
+_Key = tuple[float, int, int, RequestId]
+"""Due, priority, arrival."""
 
 
 class WaitingQueue:
     """Owns the order. One entry per request, of the highest epoch seen."""
 
-    def __init__(self, max_waiting: int) -> None:
+    def __init__(self, max_waiting: int, clock: Clock, level_s: float) -> None:
         assert max_waiting > 0
-        self._max_waiting = max_waiting
+        assert level_s > 0
+        self._max_waiting, self._clock, self._level_s = max_waiting, clock, level_s
         self._order: list[_Key] = []
         self._by_id: dict[RequestId, tuple[_Key, Waiting]] = {}
         self._arrivals = 0
@@ -89,7 +94,9 @@ class WaitingQueue:
             return False
         self.remove(waiting.request_id)
         self._arrivals += 1
-        key = (waiting.priority, -waiting.epoch, self._arrivals, waiting.request_id)
+        level = waiting.priority - (waiting.epoch > 1)
+        due = self._clock.now() + level * self._level_s
+        key = (due, level, self._arrivals, waiting.request_id)
         insort(self._order, key)
         self._by_id[waiting.request_id] = (key, waiting)
         return True

@@ -84,6 +84,10 @@ class Rig:
                 assert out.seq_id not in self.finished
                 self.finished[out.seq_id] = out.finish
 
+    def running(self) -> list[SeqId]:
+        """Seqs that run, in order of rank."""
+        return [seq.spec.seq_id for seq in self.planner._roster.running]  # the order is told to nobody else
+
     def run(self, max_steps: int = 1000) -> int:
         """Step until nothing is left to do; the number of steps."""
         for count in range(max_steps):

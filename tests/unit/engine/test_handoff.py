@@ -221,7 +221,7 @@ def test_abort_while_landing_quarantines_until_drop():
 
 def test_reserve_takes_back_what_is_beyond_credit():
     """The youngest seq over its credit is preempted, one within its credit and the eldest are not."""
-    rig = Rig(9)
+    rig = Rig(10)
     rig.planner.add(make_spec("eldest", [0] * 4, 20, credit=1))
     rig.planner.add(make_spec("over", [1] * 4, 20, credit=1))
     rig.planner.add(make_spec("within", [2] * 4, 8, credit=3))
@@ -280,9 +280,9 @@ def test_shared_blocks_are_gained_only_when_all_their_holders_go():
 
 def test_hits_that_a_victim_holds_are_not_gained_as_well():
     """A block cannot be both a hit of the newcomer and room for it."""
-    rig = Rig(7)
+    rig = Rig(8)
     sharers(rig)
-    assert rig.planner.reserve(make_spec("d", [*range(8), *range(100, 118)], 2, credit=7)) is None
+    assert rig.planner.reserve(make_spec("d", [*range(8), *range(100, 122)], 2, credit=8)) is None
     held = rig.planner.reserve(make_spec("d", [*range(8), *range(100, 114)], 4, credit=6))
     assert held is not None
     assert held.num_hit_blocks == 2
@@ -350,6 +350,24 @@ def test_reservations_do_not_starve_the_waiting_line():
     out = rig.step()
     assert out is not None
     assert out.started == ("waits",)
+
+
+def test_landings_leave_the_eldest_its_next_block():
+    """However many reservations ask, by right or not, the eldest gets a row in each step while all of them are still
+    landing, until it has used the room that was left to it."""
+    rig = Rig(32)
+    rig.planner.add(make_spec("eldest", [0] * 4, 24, credit=1))
+    rig.step()
+    landing = 0
+    for count in range(1, 25):
+        for credit in (0, 3):
+            spec = make_spec(f"d{count}.{credit}", range(100 * count, 100 * count + 9), 2, credit=credit)
+            landing += rig.planner.reserve(spec) is not None
+        if len(rig.tokens["eldest"]) <= 4 * 4:
+            rig.step()
+            assert len(rig.tokens["eldest"]) == count + 1
+    assert landing >= 8
+    assert rig.planner.stats().num_landing == landing
 
 
 def test_a_landed_seq_can_be_preempted_and_finishes_with_the_same_tokens():

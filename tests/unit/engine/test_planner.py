@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.engine.fake_runner import fake_answer
-from services.engine.seq import finish_reason
+from services.engine.seq import ARRIVALS_PER_LEVEL, finish_reason
 from services.engine.types import StepResult
 from shared.messages import FirstToken, SamplingParams
 from tests.unit.engine.helpers import BLOCK, Rig, make_spec
@@ -155,6 +155,37 @@ def test_higher_priority_is_never_preempted_for_lower():
     rig.run()
     assert rig.planner.stats().preemptions > 0
     assert list(rig.finished) == ["fast", "slow"]
+
+
+def test_the_youngest_of_the_lowest_priority_is_preempted_first():
+    """Among two seqs of one low priority the later one gives way, whatever came after them with a better one."""
+    rig = Rig(12)
+    for name, priority in (("best", 0), ("low1", 2), ("low2", 2), ("good", 1)):
+        rig.planner.add(make_spec(name, [ord(name[-1])] * 7, 13, priority=priority))
+    order = []
+    while rig.planner.has_work:
+        running = {str(seq) for seq in rig.running()}
+        rig.step()
+        order += sorted(running - {str(seq) for seq in rig.running()} - rig.finished.keys())
+    assert order[:2] == ["low2", "low1"]
+    for name in ("best", "low1", "low2", "good"):
+        assert tuple(rig.tokens[name]) == fake_answer([ord(name[-1])] * 7, 13)
+
+
+def test_a_stream_of_urgent_seqs_does_not_starve_a_patient_one():
+    """A level of priority is worth a number of arrivals: after so many urgent newcomers it is the patient one's turn,
+    and it keeps its turn until it ends."""
+    rig = Rig(5, seqs=2)
+    rig.planner.add(make_spec("patient", [1] * 5, 10, priority=1))
+    for count in range(2 * ARRIVALS_PER_LEVEL):
+        rig.planner.add(make_spec(f"urgent{count}", [2 + count] * 7, 10))
+        for _ in range(10):
+            rig.step()
+        if "patient" in rig.finished:
+            break
+    assert rig.finished["patient"] == "length"
+    assert rig.planner.stats().preemptions > 0
+    assert tuple(rig.tokens["patient"]) == fake_answer([1] * 5, 10)
 
 
 def test_growth_beyond_credit_does_not_touch_promised_blocks():

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from services.scheduler.placement import Demand
 from services.scheduler.waiting import Waiting, WaitingQueue, waiting_of
+from shared.clock import ManualClock
 from shared.hashing import block_hashes
 from shared.ids import RequestId, TokenCount
 from shared.messages import RequestState
@@ -18,16 +19,19 @@ def waiting(name: str, epoch: int = 1, priority: int = 0) -> Waiting:
 
 
 operation = st.one_of(
-    st.tuples(st.just("push"), st.integers(0, 9), st.integers(1, 3), st.integers(-1, 1)),
-    st.tuples(st.just("remove"), st.integers(0, 9), st.just(0), st.just(0)),
+    st.tuples(st.just("push"), st.integers(0, 9), st.integers(1, 3), st.integers(-1, 1), st.floats(0, 20)),
+    st.tuples(st.just("remove"), st.integers(0, 9), st.just(0), st.just(0), st.just(0.0)),
 )
 
 
 @given(st.lists(operation, max_size=60))
-def test_order_is_priority_then_epoch_then_arrival(operations: list[tuple[str, int, int, int]]) -> None:
-    """Against a sorted list: bounded, one entry per request, the highest epoch wins."""
-    queue, model = WaitingQueue(6), {}
-    for arrival, (kind, name, epoch, priority) in enumerate(operations):
+def test_order_is_by_due_time(operations: list[tuple[str, int, int, int, float]]) -> None:
+    """Against a sorted list of arrival plus ten seconds a level: bounded, one entry per request, the highest epoch
+    wins, and a resumed request counts one level better."""
+    clock = ManualClock()
+    queue, model, epochs = WaitingQueue(6, clock, 10.0), {}, {}
+    for arrival, (kind, name, epoch, priority, pause) in enumerate(operations):
+        clock.advance(pause)
         request_id = RequestId(str(name))
         if kind == "remove":
             queue.remove(request_id)
@@ -36,12 +40,30 @@ def test_order_is_priority_then_epoch_then_arrival(operations: list[tuple[str, i
         known = model.get(request_id)
         is_full = known is None and len(model) == 6
         assert queue.push(waiting(request_id, epoch, priority)) is not is_full
-        if not is_full and (known is None or known[1] > -epoch):
-            model[request_id] = (priority, -epoch, arrival)
+        if not is_full and (known is None or epochs[request_id] < epoch):
+            level = priority - 1 if epoch > 1 else priority
+            model[request_id], epochs[request_id] = (clock.now() + 10.0 * level, level, arrival), epoch
         want = sorted(model, key=lambda r: model[r])
         assert [w.request_id for w in queue.heads(100)] == want
         assert [w.request_id for w in queue.heads(2)] == want[:2]
         assert len(queue) == len(want)
+
+
+def test_a_stream_of_better_requests_does_not_starve_a_worse_one() -> None:
+    """One urgent request arrives each second and one is served each second: a request three levels worse waits for
+    thirty seconds' worth of them and no longer."""
+    clock = ManualClock()
+    queue = WaitingQueue(4096, clock, 10.0)
+    queue.push(waiting("patient", priority=3))
+    for second in range(60):
+        queue.push(waiting(f"urgent-{second}"))
+        served = queue.heads(1)[0].request_id
+        queue.remove(served)
+        if served == "patient":
+            assert second == 31  # of equals, the better level goes first
+            return
+        clock.advance(1.0)
+    raise AssertionError("starved")
 
 
 def test_a_resumed_request_asks_for_what_it_has_said_too() -> None:
