@@ -28,13 +28,14 @@ class RedisConfig(Section, frozen=True):
     url: str = "redis://127.0.0.1:6379/0"
     cell: str = "baton"  # hash tag of all keys
     retry_s: float = 10.0  # how long a lost Redis is retried before a call fails
+    max_memory_mb: int = 512  # of the private Redis that `baton up` runs; beyond, new work is refused
 
 
 class ModelConfig(Section, frozen=True):
     path: str = ""  # GGUF file or safetensors folder; "" = the embedded default
     name: str = ""  # what clients call it; "" = from the file
     dtype: Literal["auto", "float32"] = "auto"  # auto: 4- and 8-bit weights as stored, others in 8 bits; float32: exact
-    kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"  # auto: float16, or float32 as dtype is
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"  # auto: float16, or as dtype is
     cache_dir: str = ""  # where packed weights are kept; "" = ~/.cache/baton
     max_model_len: int = 0  # 0 = the model's own limit
 
@@ -51,6 +52,18 @@ class GatewayConfig(Section, frozen=True):
     max_submissions: int = 256  # of the Redis queue, in work here at once; others stay in the stream
     submission_lease_s: float = 10.0  # a gateway silent for so long loses its submissions to another
     result_ttl_s: float = 3600.0  # results of submissions stay so long after their last entry
+    max_prompt_tokens: int = 0  # of one prompt; 0 = what the model takes
+    # the edge: SECURITY.md
+    internal_host: str = "127.0.0.1"  # /metrics and /debug, which the public port does not have
+    internal_port: int = 0  # 0 = any free port
+    require_key: Literal["auto", "on", "off"] = "auto"  # auto: from the first `baton keys add` on
+    cache_salt: Literal["deployment", "tenant"] = "deployment"  # who may hit whose cached prefixes
+    tls_cert: str = ""  # PEM files; both or none
+    tls_key: str = ""
+    cors_origins: tuple[str, ...] = ()  # of browsers' pages that may ask; "*" = any
+    header_timeout_s: float = 10.0  # a request's line and headers arrive within it, or the connection ends
+    body_timeout_s: float = 60.0  # the same for its body
+    max_connections: int = 4096
 
 
 class SchedulerConfig(Section, frozen=True):
@@ -198,6 +211,7 @@ def _check(s: Settings) -> None:
         "engine.max_num_seqs": s.engine.max_num_seqs,
         "engine.max_num_batched_tokens": s.engine.max_num_batched_tokens,
         "worker.num_threads": s.worker.num_threads,
+        "redis.max_memory_mb": s.redis.max_memory_mb,
         "lease.lease_s": s.lease.lease_s,
         "lease.heartbeat_s": s.lease.heartbeat_s,
         "gateway.max_queued": s.gateway.max_queued,
@@ -207,6 +221,9 @@ def _check(s: Settings) -> None:
         "gateway.max_submissions": s.gateway.max_submissions,
         "gateway.submission_lease_s": s.gateway.submission_lease_s,
         "gateway.result_ttl_s": s.gateway.result_ttl_s,
+        "gateway.header_timeout_s": s.gateway.header_timeout_s,
+        "gateway.body_timeout_s": s.gateway.body_timeout_s,
+        "gateway.max_connections": s.gateway.max_connections,
         "scheduler.max_attempts": s.scheduler.max_attempts,
         "scheduler.priority_level_s": s.scheduler.priority_level_s,
         "transfer.hold_s": s.transfer.hold_s,
@@ -217,5 +234,7 @@ def _check(s: Settings) -> None:
     for field, share in (("memory_fraction", s.engine.memory_fraction), ("memory_share", s.engine.memory_share)):
         if not 0 < share <= 1:
             raise ConfigError(f"configuration: engine.{field} must be in (0, 1], got {share}")
+    if bool(s.gateway.tls_cert) != bool(s.gateway.tls_key):
+        raise ConfigError("configuration: gateway.tls_cert and gateway.tls_key go together")
     if not s.transfer.transports:
         raise ConfigError("configuration: transfer.transports must name at least one transport")

@@ -37,12 +37,15 @@ class StackPlan:
 
     @property
     def url(self) -> str:
-        return http_url(self.settings.gateway.host, self.settings.gateway.port)
+        """Of the API."""
+        gateway = self.settings.gateway
+        url = http_url(gateway.host, gateway.port)
+        return url.replace("http:", "https:", 1) if gateway.tls_cert else url
 
 
 def num_ports(num_prefill: int, num_decode: int) -> int:
-    """Private ports that a stack needs: scheduler, index and one per worker, for health and metrics."""
-    return 2 + num_prefill + num_decode
+    """Private ports that a stack needs: gateway, scheduler, index and one per worker, for health and metrics."""
+    return 3 + num_prefill + num_decode
 
 
 def http_url(host: str, port: int) -> str:
@@ -65,17 +68,19 @@ def redis_spec(argv: Sequence[str], socket: Path) -> ServiceSpec:
 def service_specs(plan: StackPlan) -> list[ServiceSpec]:
     """All services but Redis."""
     assert len(plan.ports) == num_ports(plan.num_prefill, plan.num_decode)
-    scheduler_port, index_port, *worker_ports = plan.ports
+    scheduler_port, index_port, gateway_port, *worker_ports = plan.ports
     s = plan.settings
+    gateway_port = s.gateway.internal_port or gateway_port
     s = msgspec.structs.replace(
         s,
         scheduler=msgspec.structs.replace(s.scheduler, port=scheduler_port),
         index=msgspec.structs.replace(s.index, port=index_port),
+        gateway=msgspec.structs.replace(s.gateway, internal_port=gateway_port),
     )
     specs = [
         _spec("prefix_index", "prefix-index", s, http_url("127.0.0.1", index_port), STOP_INDEX),
         _spec("scheduler", "scheduler", s, http_url("127.0.0.1", scheduler_port), STOP_SCHEDULER),
-        _spec("gateway", "gateway", s, plan.url, STOP_GATEWAY, WORK_DRAIN_S),
+        _spec("gateway", "gateway", s, http_url(s.gateway.internal_host, gateway_port), STOP_GATEWAY, WORK_DRAIN_S),
     ]
     shares = split_cores(plan.cores, len(plan.workers))
     for (room, name), cores, port in zip(plan.workers, shares, worker_ports, strict=True):

@@ -49,7 +49,9 @@ class Stack:
         if binary:
             socket = self.run_dir.socket_path("redis.sock")
             settings = _with_redis(settings, f"unix://{socket}?db=0")
-            specs.append(redis_spec(redis_argv(binary, self.run_dir.redis, socket), socket))
+            specs.append(
+                redis_spec(redis_argv(binary, self.run_dir.redis, socket, settings.redis.max_memory_mb), socket)
+            )
         worker = msgspec.structs.replace(
             settings.worker, run_dir=settings.worker.run_dir or self.run_dir.worker_sockets
         )
@@ -117,12 +119,16 @@ class Stack:
         lines = [
             f"Baton is ready: {url} ({p.settings.model.name}, {roles}) in {took:.1f} s",
             f"  try      curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
-            f"  metrics  {url}/metrics",
+            f"  metrics  {self._gateway_url()}/metrics",
             f"  logs     {_short(self.run_dir.logs)}",
         ]
         if len(p.workers) > len(p.cores):
             lines.append(f"  note     {len(p.workers)} workers share {len(p.cores)} cores: expect them to be slow")
         return "\n".join(lines)
+
+    def _gateway_url(self) -> str:
+        """Of the gateway's port for operators."""
+        return next(s for s in self.specs if s.name == "gateway").ready.removesuffix("/ready")
 
     def _show(self, name: str, text: str) -> None:
         if self._show_logs:

@@ -37,6 +37,10 @@ class Usage:
     num_output_tokens: int
     num_cached_tokens: int | None  # None: it failed before the worker told
 
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Services:
@@ -215,7 +219,7 @@ class Generation:
         assert choice.stream is not None
         self.lost = not choice.stream.ended_upstream or finished.reason == "cancelled"
         if not self.lost or not self._durable:
-            self.abandon("sibling failed")
+            self.abandon((finished.reason == "cancelled" and finished.error) or "sibling failed")
 
     def _close(self) -> None:
         for choice in self._choices:

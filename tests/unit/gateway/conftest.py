@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from services.gateway.app import build_app
 from shared.clock import ManualClock
 from shared.config import GatewayConfig
-from shared.health import HttpProtocol
+from shared.http_protocol import HttpProtocol
 from shared.ids import Incarnation
 from shared.model_path import resolve
 from shared.randomness import SeededRandomness
