@@ -19,7 +19,7 @@ from shared.errors import BatonError, StreamGap
 from shared.ids import RequestId
 from shared.messages import EpochRaised, Finished, GatewayMsg, GenerateRequest, Tokens
 
-CANCEL_S = 2.0  # a cancel may take so long before it is sent again, or at shutdown given up: the reaper does the rest
+CANCEL_S = 2.0  # a try to cancel may take so long, at shutdown too; should it fail then, the reaper sees to the rest
 RETRY_S = 0.5  # pause after the bus failed
 MAX_REPAIRS = 3  # of one gap, before the request fails
 MAX_PARKED = 4096  # events of one request kept while its gap is repaired
@@ -268,7 +268,8 @@ class Streams:
         return True
 
     async def _cancel(self, request_id: RequestId, reason: str) -> None:
-        """Again and again, until Redis has taken it: nobody else stops that work while this gateway lives."""
+        """Until Redis has taken it: nobody else knows that the client is gone. At this gateway's end once more, and
+        not for long."""
         while True:
             with anyio.move_on_after(CANCEL_S, shield=True):
                 try:

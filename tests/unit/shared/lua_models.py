@@ -343,6 +343,13 @@ def forget_gateway(s: State, gateway: str) -> Any:
     return 1
 
 
+def clamp(s: State, ttl_ms: int) -> Any:
+    late = [name for name, deadline in s.keys.get("workers", {}).items() if deadline > NOW_MS + ttl_ms]
+    for name in late:
+        s.hash("workers")[name] = NOW_MS + ttl_ms
+    return len(late)
+
+
 Model = Callable[..., Any]
 WORK: dict[str, tuple[Model, Sequence[str]]] = {
     "admit": (admit, ("req", "queued", "sched", "gateways", "open", "log")),
@@ -373,6 +380,7 @@ WORK: dict[str, tuple[Model, Sequence[str]]] = {
     "retire": (retire, ("workers", "worker_d", "sched")),
     "bury": (bury, ("workers", "worker_d", "held_d")),
     "forget": (forget, ("workers", "worker_d", "held_d", "work_d", "control_d")),
+    "clamp": (clamp, ("workers",)),
     "greet": (greet, ("gateways",)),
     "bury_gateway": (bury_gateway, ("gateways", "open")),
     "forget_gateway": (forget_gateway, ("gateways", "open", "tokens")),

@@ -175,6 +175,7 @@ ARGS: dict[str, tuple[Any, ...]] = {
     "retire": ("d", text(("draining", "dead")), M[0]),
     "bury": ("d",),
     "forget": ("d",),
+    "clamp": (text((1000, 60_000)),),
     "greet": ("g", ms),
     "bury_gateway": ("g",),
     "forget_gateway": ("g",),
