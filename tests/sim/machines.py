@@ -292,6 +292,10 @@ async def index_main(life: Life) -> None:
     await life.index.run()
 
 
+class NoGrammars:
+    """Nobody asks for a grammar here."""
+
+
 async def gateway_main(life: Life) -> None:
     settings = life.world.settings
     port = RedisRequestPort(
@@ -306,6 +310,7 @@ async def gateway_main(life: Life) -> None:
         clock=life.clock,
         randomness=life.randomness,
         offload=StepOffload(life),
+        grammars=NoGrammars(),  # type: ignore[arg-type]
     )
     streams: Streams = app.state.streams
     keeper = Keeper(port, streams, life.clock, settings.lease, settings.gateway.queue_timeout_s)
