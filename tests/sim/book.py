@@ -6,6 +6,7 @@ and compares the answer, the request's record, its token log and what was said t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +57,7 @@ class Book:
         self._store, self._keys, self._complain = store, keys, complain
         self._records: dict[str, Record] = {}
         self._term = 0
+        self.cancelled_in: Counter[str] = Counter()  # states of requests when they were cancelled
         self._said: dict[bytes, tuple[int, int]] = {}  # stream -> last id seen
 
     def forget_all(self) -> None:
@@ -161,6 +163,7 @@ class Book:
             if record is None or not is_live:
                 self._complain(f"cancelled {request_id}, which is {record}")
                 return
+            self.cancelled_in[record.state] += 1
             holders = [h for h in (record.prefill, record.decode) if h not in ("", "-")]
             told = holders if record.state != "queued" else []
             self._end(request_id, record, "cancelled")

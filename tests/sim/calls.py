@@ -177,7 +177,7 @@ class Call:
                     stops,
                     endpoint="completions",
                     stream=True,
-                    arrived_at=clock.now(),
+                    arrived_at=services.clock.now(),
                 ) as generation:
                     while deltas := await generation.read():
                         for delta in deltas:

@@ -46,11 +46,12 @@ class Judge:
         self.disturbed_at = 0.0
         self._troubles: list[tuple[float, float]] = []
         self.num_ghosts = 0
+        self.last_end = 0.0  # when a request was completed or a client left
         self._held: set[tuple[str, str, int]] = set()  # (reader, request, epoch)
-        self._book = Book(world.redis.store, world.keys, world.violate)
+        self.book = Book(world.redis.store, world.keys, world.violate)
         self.results = ResultBook(world)
         world.redis.observers.append(self.script_ran)
-        world.redis.observers.append(self._book.script_ran)
+        world.redis.observers.append(self.book.script_ran)
         world.redis.observers.append(self.results.script_ran)
 
     # --- events ---
@@ -69,11 +70,13 @@ class Judge:
 
     def left(self, call: Call) -> None:
         """Its client is gone, and its gateway knows."""
-        self._left[call.ask.name] = self._world.clock.now()
+        self._left[call.ask.name] = self.last_end = self._world.clock.now()
 
     def script_ran(self, name: str, keys: list, args: list, answer: object) -> None:
         if answer in OVER.get(name, ()):
             self._over[str(args[0])] = (int(args[1]), self._world.clock.now())
+        if name == "complete" and answer == 1:
+            self.last_end = self._world.clock.now()
         if name == "submit_adopt" and answer == b"adopted":
             self._adopted(str(args[1]), int(args[2]))
         if name == "requeue":
@@ -95,7 +98,7 @@ class Judge:
         """Redis has lost everything: what it said before counts no more."""
         self._over.clear()
         self._requeues.clear()
-        self._book.forget_all()
+        self.book.forget_all()
         self.results.forget_all()
 
     def _adopted(self, request_id: str, epoch: int) -> None:
@@ -183,8 +186,10 @@ class Judge:
         life = world.lives["scheduler-0"]
         if not life.is_alive or life.scheduler is None or life.is_blind:
             return False
-        now, reaper = world.clock.now(), life.scheduler.reaper
-        quiet_since = max(reaper._quiet_since, life.link.last_outage or 0.0, life.disturbed_at)
+        now, reaper = life.clock.now(), life.scheduler.reaper
+        ahead = now - world.clock.now()  # its own clock is another one
+        disturbed_at = max(life.disturbed_at, self.disturbed_at) + ahead
+        quiet_since = max(reaper._quiet_since, life.link.last_outage or 0.0, disturbed_at)
         in_time = now - reaper.last_look < 1.0 and not world.redis.down
         return in_time and now - quiet_since > world.settings.lease.lease_s + for_s
 

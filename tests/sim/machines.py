@@ -56,7 +56,7 @@ class Life:
         self.incarnation = Incarnation(f"{name}.{number}")
         self.proc = Proc(self.incarnation)
         self.client = SimClient(world.redis)
-        self.clock = world.clock
+        self.clock = world.clock_of_a_life()
         self.scope = anyio.CancelScope()
         self.over = anyio.Event()  # dead or ended: nothing of it reaches the world any more
         self.ready = False

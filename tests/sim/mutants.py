@@ -69,10 +69,11 @@ MUTANTS: tuple[Mutant, ...] = (
     lua("complete forgets one of the two books", "complete", "redis.call('HDEL', KEYS[7], held)"),
     Mutant(
         "complete asks for no fence",
-        WIDOWS,
+        ISLANDS,
         "complete",
         "if r[2] ~= ARGV[2] or r[3] ~= ARGV[3] then return 0 end",
-        queued=0.8,
+        queued=0.0,
+        sizes=(("num_gateways", 1),),
     ),
     lua("complete leaves the request open", "complete", "redis.call('SREM', KEYS[9], ARGV[1])"),
     lua("cancel misses prefill", "cancel", "if ARGV[3] ~= '-' then", "if false then"),

@@ -45,6 +45,11 @@ def run_seed(job: Job) -> Report:
     return report if report.violations else report.short()
 
 
+def run_cancels(job: Job) -> Report:
+    """Every client leaves, at whatever moment; nothing else goes wrong."""
+    return run(draw(job.seed, job.num_requests, kinds=(), pace=10, leavers=1.0, queued=0.0)).short()
+
+
 @dataclass(frozen=True)
 class Catch:
     """How a planted bug was caught."""

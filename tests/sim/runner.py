@@ -1,9 +1,10 @@
 """Runs plans: one, many, or one made as short as it can be."""
 
 import gc
+import math
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -26,6 +27,8 @@ class Report:
     num_commands: int
     faults: dict[str, int]  # that struck, by kind and the role of whom they struck
     log: tuple[str, ...]
+    quiet_s: float = math.inf  # after the last end, until all blocks, credit and leases were back
+    cancelled_in: dict[str, int] = field(default_factory=dict)  # states of requests when they were cancelled
 
     def short(self) -> "Report":
         """Without its log and clients: for another process."""
@@ -81,6 +84,8 @@ def run(plan: Plan, overrides: dict[str, str] | None = None) -> Report:
         world.redis.num_commands,
         dict(world.struck),
         tuple(world.log),
+        world.quiet_s,
+        dict(world.judge.book.cancelled_in),
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.sim.loop import VirtualLoop
 from tests.sim.plan import EVERY_KIND, draw
-from tests.sim.pool import Job, processes, run_seed
+from tests.sim.pool import Job, processes, run_cancels, run_seed
 from tests.sim.runner import Report, run
 from tests.sim.shrink import describe, shrink
 
@@ -51,6 +51,19 @@ def test_every_kind_of_fault_occurred(reports: dict[int, Report]) -> None:
     print(dict(counts))
     for kind in EVERY_KIND:
         assert counts[kind] >= 3, f"{kind} came {counts[kind]} times in {SEEDS} seeds"
+
+
+def test_ten_thousand_cancels_give_everything_back() -> None:
+    """Clients leave while their request waits, computes, hands over or decodes: within a second of the last one all
+    blocks, all credit and all leases are back at their initial count."""
+    phases: Counter[str] = Counter()
+    with processes() as each:
+        for report in each(run_cancels, [Job(seed, 1000) for seed in range(1, 13)]):
+            assert not report.violations
+            assert report.quiet_s <= 1.0
+            phases.update(report.cancelled_in)
+    assert phases.total() >= 10_000
+    assert min(phases[phase] for phase in ("queued", "dispatched", "prefill", "decode")) >= 100, phases
 
 
 @pytest.mark.parametrize("seed", [3, 11])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections import Counter
 from random import Random
@@ -30,6 +31,8 @@ from tests.sim.submits import Submitter
 from tests.sim.wire import WatchedNetwork
 
 RESTART_S = 0.3
+LOOK_S = 0.05
+"""How exactly the moment is known at which all is quiet."""
 
 
 class LoopClock:
@@ -48,8 +51,15 @@ class LoopClock:
         await anyio.sleep(seconds)
 
 
-class Violation(AssertionError):
-    """Something happened that must never."""
+class LifeClock(LoopClock):
+    """A process's own clock: it starts anywhere, as monotonic clocks do, so that comparing two of them shows."""
+
+    def __init__(self, loop: VirtualLoop, offset: float) -> None:
+        super().__init__(loop)
+        self._offset = offset
+
+    def now(self) -> float:
+        return super().now() + self._offset
 
 
 def settings_of(plan: Plan) -> Settings:
@@ -83,6 +93,7 @@ class World:
         self.calls = [Call(ask) if ask.queued is None else Submitter(ask) for ask in plan.asks]
         self.submitters = {call.ask.name: call for call in self.calls if isinstance(call, Submitter)}
         self.num_wipes = 0
+        self.quiet_s = math.inf  # from the last end of a request, or a client's leaving, until all was at rest
         self.violations: list[str] = []
         self.stopping = False
         self.failed = anyio.Event()
@@ -95,6 +106,9 @@ class World:
     def time(self) -> float:
         """Seconds since the start."""
         return self.loop.time() - self.began
+
+    def clock_of_a_life(self) -> Clock:
+        return LifeClock(self.loop, float(self.rng.randrange(1_000_000)))
 
     def note(self, text: str) -> None:
         self.log.append(f"{self.time():8.3f}s {text}")
@@ -326,18 +340,23 @@ class World:
     async def _watch(self, limit_s: float) -> None:
         """The end: somebody answered within each limit until all are, then quiet within another."""
         last = max([a.at for a in self.plan.asks] + [f.at + f.seconds for f in self.plan.faults])
+        rounds = 0
         while not self.all_answered() or self.time() < last:
-            await self.clock.sleep(0.5)
+            await self.clock.sleep(LOOK_S)
+            rounds += 1
+            if rounds % 10:
+                continue
             self.judge.look()
             heard = max((call.ended_at for call in self.calls), default=0.0) - self.began
             if self.time() > max(last, heard) + limit_s:
                 stuck = [call.ask.name for call in self.calls if call.is_open]
                 self.violate(f"nobody was answered for {limit_s} s: {stuck[:5]} wait")
                 return
-        for _ in range(int(limit_s * 4)):
-            await self.clock.sleep(0.25)
+        for _ in range(int(limit_s / LOOK_S)):
             if not (loud := self.judge.noise()):
+                self.quiet_s = self.clock.now() - self.judge.last_end
                 break
+            await self.clock.sleep(LOOK_S)
         else:
             self.violate(f"not quiet {limit_s} s after the end: {loud}")
         self.judge.final()
