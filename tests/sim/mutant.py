@@ -22,12 +22,19 @@ class Mutant:
     patches: tuple[tuple[Any, str, Any], ...] = ()
     leavers: float = 0.1
     queued: float = 0.15
+    every_s: float = 0.4  # mean time between two faults
     sizes: tuple[tuple[str, int], ...] = ()  # of the plan
     also: tuple[tuple[str, str], ...] = ()  # further changes of the script
 
     def plan(self, seed: int, num_requests: int) -> Plan:
         plan = draw(
-            seed, num_requests, kinds=self.kinds, every_s=0.4, pace=10, leavers=self.leavers, queued=self.queued
+            seed,
+            num_requests,
+            kinds=self.kinds,
+            every_s=self.every_s,
+            pace=10,
+            leavers=self.leavers,
+            queued=self.queued,
         )
         return replace(plan, thorough=True, **dict(self.sizes))
 
@@ -55,14 +62,15 @@ def lua(
     old: str,
     new: str = "",
     kinds: Sequence[str] | None = None,
-    patches: tuple[tuple[Any, str, Any], ...] = (),
-    also: tuple[tuple[str, str], ...] = (),
+    **how: Any,
 ) -> Mutant:
-    return Mutant(name, None if kinds is None else tuple(kinds), script, old, new, patches, also=also)
+    return Mutant(name, None if kinds is None else tuple(kinds), script, old, new, **how)
 
 
-def python(name: str, owner: Any, attribute: str, replacement: Any, kinds: Sequence[str] | None = None) -> Mutant:
-    return Mutant(name, None if kinds is None else tuple(kinds), patches=((owner, attribute, replacement),))
+def python(
+    name: str, owner: Any, attribute: str, replacement: Any, kinds: Sequence[str] | None = None, **how: Any
+) -> Mutant:
+    return Mutant(name, None if kinds is None else tuple(kinds), patches=((owner, attribute, replacement),), **how)
 
 
 def few_attempts(name: str, old: str, new: str) -> Mutant:

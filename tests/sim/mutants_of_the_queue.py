@@ -16,13 +16,6 @@ OF_THE_QUEUE: tuple[Mutant, ...] = (
         "if r[1] and (r[1] ~= ARGV[3] or r[2] == 'done') then",
         "if r[1] and r[2] == 'done' then",
     ),
-    lua(
-        "what has ended is opened again",
-        "submit_open",
-        "(r[1] ~= ARGV[3] or r[2] == 'done')",
-        "r[1] ~= ARGV[3]",
-        GATEWAYS,
-    ),
     lua("a repeat is not acknowledged", "submit_open", "redis.call('XACK', KEYS[2], ARGV[2], ARGV[3])", "1"),
     lua(
         "two gateways write one result",
@@ -47,13 +40,11 @@ OF_THE_QUEUE: tuple[Mutant, ...] = (
     ),
     lua("a result stays for ever", "result_add", "for i = 1, #KEYS do redis.call('PEXPIRE', KEYS[i], ARGV[2]) end"),
     lua("an end is not acknowledged", "submit_end", "redis.call('XACK', KEYS[3], ARGV[2], ARGV[3])"),
-    lua("anybody ends a submission", "submit_end", "if s[1] ~= ARGV[1] then return 0 end", "", GATEWAYS),
     lua("a submission ends twice", "submit_end", "if s[2] == 'done' then return 1 end", "", LOSSES),
     lua("no dead letter", "submit_end", "if ARGV[9] ~= '' then", "if false then"),
     lua(
         "adoption at the same epoch", "submit_adopt", "tonumber(ARGV[3]) + 1, redis", "tonumber(ARGV[3]), redis", WIDOWS
     ),
-    lua("an adopted request expires", "submit_adopt", "redis.call('PERSIST', KEYS[2])", "", WIDOWS),
     lua("adoption tells no worker", "submit_adopt", "redis.call('XADD', KEYS[9], '*', 'm', ARGV[9])", "", WIDOWS),
     lua("adoption keeps the lease", "submit_adopt", "redis.call('ZREM', KEYS[4], ARGV[2])", "", WIDOWS),
     lua(

@@ -136,6 +136,8 @@ def _fault(rng: Random, at: float, slots: list[str], kinds: Sequence[str]) -> Fa
             return Fault(at, "freeze", rng.choice(workers), rng.choice((0.3, 1.4, 1.7)))
         case "widow":  # a gateway dies, and others go on with its submissions
             return Fault(at, "crash", rng.choice(("gateway-0", "gateway-1")))
+        case "stupor":  # so long that the gateway is buried
+            return Fault(at, "freeze", rng.choice(("gateway-0", "gateway-1")), 5.0)
         case "blink":  # too short to be given up
             return Fault(at, "partition", rng.choice(workers), rng.choice((0.3, 0.6, 0.9)))
         case "doze_gateway":  # long enough to lose its submissions to another
