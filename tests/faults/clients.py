@@ -18,7 +18,8 @@ from tests.faults.plan import Ask
 from tests.oracle.oracle import Greedy, Oracle, first_difference
 
 RETRY_S = 0.1
-GIVE_UP_S = 120.0
+GIVE_UP_S = 240.0
+"""A client's patience. Long, as on a small machine with much killed, restarts are most of the time."""
 REFUSALS = ("no_worker", "unavailable", "queue_full")
 """What a gateway may say instead of an answer; the client then asks again."""
 
