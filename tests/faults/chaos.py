@@ -145,8 +145,9 @@ class Chaos:
                     if name == "gateway":
                         self._watch.died()
                     self._stack.start(name)
+            num_deaths = self._watch.num_deaths
             if "gateway" not in self._away and await anyio.to_thread.run_sync(self._stack.is_ready, "gateway"):
-                self._watch.is_back()
+                self._watch.is_back(num_deaths)
 
     def _settle(self) -> None:
         """Everybody back, then nothing left of all that work."""

@@ -48,8 +48,13 @@ class GatewayWatch:
     def died(self) -> None:
         self._away.append((time.monotonic(), float("inf")))
 
-    def is_back(self) -> None:
-        if self._away:
+    @property
+    def num_deaths(self) -> int:
+        return len(self._away)
+
+    def is_back(self, num_deaths: int) -> None:
+        """It answered, asked after so many deaths: it may have died again since."""
+        if self._away and num_deaths == len(self._away) and self._away[-1][1] == float("inf"):
             self._away[-1] = (self._away[-1][0], time.monotonic())
 
     def was_away(self, since: float, until: float) -> bool:
