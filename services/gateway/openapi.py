@@ -2,8 +2,7 @@
 (`field_schema`); what an answer holds stands in `answer_schemas`, and tests compare it with answers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +14,13 @@ from starlette.routing import Route
 from services.gateway import responses
 from services.gateway.answer_schemas import ANSWERS, ERROR
 from services.gateway.endpoints import Endpoint
-from services.gateway.errors import ApiError
-from services.gateway.field_schema import SchemaFields
+from services.gateway.field_schema import Read, request_schema
 from services.gateway.fields import Fields
 from services.gateway.params import REFUSED, check_model
 from services.gateway.responses import ResponsesEndpoint
 from services.gateway.small_endpoints import SmallEndpoints
 from shared.version import VERSION
 
-Read = Callable[[Fields], object]
 _REFUSALS = {
     400: "A field is wrong, or not supported; `param` names it",
     401: "No API key, or a wrong one",
@@ -71,11 +68,7 @@ class ApiRoute:
 
     def request_schema(self) -> dict[str, Any]:
         """What the readers take."""
-        fields = SchemaFields()
-        for read in self.reads:
-            with suppress(ApiError):  # the first field that a request cannot be without is the last thing it reads
-                read(fields)
-        return fields.schema(self.refused)
+        return request_schema(self.reads, self.refused)
 
 
 _ERROR = "#/components/schemas/Error"

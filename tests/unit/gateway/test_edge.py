@@ -12,12 +12,14 @@ from structlog.testing import capture_logs
 
 from services.gateway.app import build_app
 from services.gateway.gate import FRESH_S, Gate
+from services.gateway.grammar_check import ProcessGrammarChecker
 from shared.api_keys import ApiKey
 from shared.clock import ManualClock
 from shared.config import GatewayConfig
 from shared.errors import BusError
 from shared.hashing import chain_root
 from shared.ids import Incarnation
+from shared.model_path import resolve
 from shared.randomness import SeededRandomness
 from shared.rate_limits import Allowance
 from shared.tokenizer.tokenizer import Tokenizer
@@ -97,6 +99,7 @@ def guarded(tokenizer: Tokenizer, **config: object) -> Guarded:
         randomness=SeededRandomness(7),
         offload=offload,
         observer=observer,
+        grammars=ProcessGrammarChecker(resolve(""), timeout_s=5, max_bytes=1 << 16),
         gate=Gate(keys, limits, clock, settings.require_key),
     )
     port.script = answer([1, 2, 3])
