@@ -36,8 +36,8 @@ def reachable_host(config: WorkerConfig) -> str:
 
 
 def _own_addresses(family: socket.AddressFamily) -> Iterator[str]:
-    """The address of the machine's name (a container's is its own; some systems give it a loopback address), then the one
-    that packets leave from."""
+    """The address of the machine's name (for a container its own, on some systems a loopback one), then the one that
+    packets leave from."""
     with suppress(OSError):
         yield from (str(a[4][0]) for a in socket.getaddrinfo(socket.gethostname(), None, family, socket.SOCK_STREAM))
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
