@@ -100,8 +100,13 @@ class Reaper:
             await self._requeue(request_id, epoch, "its lease ran out")
 
     async def _compare_clocks(self) -> None:
-        """All deadlines are Redis' time: if that was set forward, the living look dead until they renew."""
+        """All deadlines are Redis' time: if that was set forward, the living look dead until they renew; if it was set
+        back, the dead look alive until it is as late again."""
         ahead = await self._requests.redis_now_ms() / 1000 - self._clock.now()
+        if self._ahead is None or ahead < self._ahead - self._lease.heartbeat_s:
+            num_pulled_in = await self._workers.pull_in_deadlines(self._lease.lease_s)
+            if num_pulled_in:
+                log.warning("reaper.deadlines_pulled_in", count=num_pulled_in)
         if self._ahead is not None and abs(ahead - self._ahead) > self._lease.heartbeat_s:
             self._be_quiet(f"redis' clock moved by {ahead - self._ahead:.1f} s")
         self._ahead = ahead
