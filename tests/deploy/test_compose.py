@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,18 @@ def test_what_is_mounted_is_there(services: dict[str, Any]):
 def test_every_variable_of_the_example_is_used():
     """A setting that nothing reads is a trap."""
     assert set(settings_file()) - {"COMPOSE_PROFILES"} <= {m[1] for m in VARIABLE.finditer(TEXT)}
+
+
+def test_the_small_image_needs_nothing_that_it_lacks():
+    """Its services start without the packages that the Dockerfile leaves out."""
+    dockerfile = (ROOT / "deploy/Dockerfile").read_text()
+    without = dockerfile.partition("AS small")[2].partition("--without ")[2].split()[0].split(",")
+    assert "torch" in without
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({without}))"
+    modules = ("services.gateway.__main__", "services.scheduler.__main__", "services.prefix_index.__main__")
+    program = "\n".join([blocked, *(f"import {name}" for name in (*modules, "services.cli.keys", "services.cli.main"))])
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_redis_starts_with_the_users_that_have_a_password(tmp_path: Path):
