@@ -34,8 +34,11 @@ class RedisConfig(Section, frozen=True):
 class ModelConfig(Section, frozen=True):
     path: str = ""  # GGUF file or safetensors folder; "" = the embedded default
     name: str = ""  # what clients call it; "" = from the file
-    dtype: Literal["auto", "float32"] = "auto"  # auto: 4- and 8-bit weights as stored, others in 8 bits; float32: exact
-    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"  # auto: float16, or as dtype is
+    # auto: 4- and 8-bit weights as stored, others in 8 bits in groups of 32; int8: all in 8 bits, one scale per output;
+    # float32: exact
+    dtype: Literal["auto", "int8", "float32"] = "auto"
+    # auto: float16, or float32 as dtype is
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
     cache_dir: str = ""  # where packed weights are kept; "" = ~/.cache/baton
     max_model_len: int = 0  # 0 = the model's own limit
 
@@ -102,8 +105,9 @@ class EngineConfig(Section, frozen=True):
 
 
 class WorkerConfig(Section, frozen=True):
-    name: str = "worker-0"
-    host: str = "127.0.0.1"  # address that other workers reach this one at
+    name: str = ""  # "" = the machine's, or container's, own name
+    host: str = "127.0.0.1"  # address to listen on
+    advertise_host: str = ""  # what others connect to; "" = host, or this machine's own address if host is a wildcard
     port: int = 0  # block transfer
     health_port: int = 0
     cores: str = ""  # e.g. "0" or "0-3,8"; "" = not pinned

@@ -12,6 +12,7 @@ from services.engine.grammars import Grammars
 from services.engine.load import ModelPlan, open_model
 from services.engine.planner import Planner, PlannerLimits
 from services.engine.runner import ModelRunner, configure_threads
+from shared.addresses import worker_name
 from shared.clock import Clock
 from shared.config import EngineConfig, Settings
 from shared.errors import ConfigError
@@ -115,6 +116,7 @@ class EngineHost:
             weights_mib=self.model.weight_bytes >> 20,
             blocks=self.num_blocks,
             kv_mib=self.num_blocks * self.block_bytes >> 20,
+            kv_bytes_per_token=self.model.kv.token_bytes,
             context_tokens=self.num_blocks * cfg.block_size,
             seqs_at_2k=self.num_blocks * cfg.block_size // 2048,
             max_model_len=self.max_model_len,
@@ -153,7 +155,7 @@ class EngineHost:
         """What the worker says of itself to the cell."""
         cfg = self.settings
         return Registration(
-            worker_id=WorkerId(cfg.worker.name),
+            worker_id=WorkerId(worker_name(cfg.worker)),
             incarnation=incarnation,
             role=role,
             model=cfg.model.name or model_name(resolve(cfg.model.path)),
