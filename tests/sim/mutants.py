@@ -37,6 +37,7 @@ from tests.sim.wrong import (
     no_full_refund,
     release_unconfirmed,
     stale_without_refund,
+    state_of_now,
 )
 
 CRASHES = ("crash", "freeze", "partition")
@@ -130,6 +131,7 @@ MUTANTS: tuple[Mutant, ...] = (
     python("a gateway believes old epochs", RequestStream, "accept", accept_any_epoch, ("crash", "ghost", "ghost")),
     python("a gateway takes repeats", RequestStream, "_accept_tokens", accept_repeats, ("ghost",), every_s=0.1),
     python("lost requests stay lost", Keeper, "_readmit", do_nothing, ("wipe",)),
+    python("a task's state is that of now", WorkerLink, "_state_of", state_of_now, ("bad_steps", "doze"), queued=0.0),
     python("the buried go on", Roster, "heartbeat", heartbeat_always, ("freeze", "partition")),
     python("leases are renewed without progress", WorkerLink, "_is_stuck", lambda self, progress: False, ("hang",)),
     python("the index overlooks holes", PrefixIndex, "apply", apply_over_gaps, ("kv_loss",)),
