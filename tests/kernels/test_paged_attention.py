@@ -69,6 +69,35 @@ def test_scores_are_capped(attend, softcap):
     torch.testing.assert_close(got, expected(batch, SCALE, softcap=softcap, window=50), rtol=2e-5, atol=5e-6)
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_any_mix_of_shapes_equals_the_formula(data):
+    """Seqs, rows, heads, sizes, types, windows and caps as they come; the last rows of `out` are not touched."""
+    contexts = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=4))
+    rows = [data.draw(st.integers(1, context)) for context in contexts]
+    kv_heads, group = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+    batch = make_batch(
+        contexts,
+        rows,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_dim=data.draw(st.sampled_from([2, 6, 8, 16, 40, 72])),
+        block_size=data.draw(st.integers(1, 40)),
+        dtype=data.draw(st.sampled_from(list(CACHE_DTYPES))),
+        seed=data.draw(st.integers(0, 99)),
+    )
+    fill(batch, reference.store_kv)
+    options = {
+        "window": data.draw(st.sampled_from([0, 1, 7, 32, 50])),
+        "softcap": data.draw(st.sampled_from([0.0, 3.0])),
+    }
+    out = torch.full((len(batch.q) + 2, *batch.q.shape[1:]), torch.nan)
+    attend = partial(cpu.paged_attention, simd=data.draw(st.booleans()), num_threads=data.draw(st.integers(1, 3)))
+    attend(out[:-2], batch.q, batch.cache, *batch.metadata, SCALE, **options)
+    torch.testing.assert_close(out[:-2], expected(batch, SCALE, **options), rtol=2e-5, atol=5e-6)
+    assert out[-2:].isnan().all()
+
+
 def test_large_scores_do_not_overflow(attend):
     """Scores of some hundreds, rising and falling along the seq, stay finite and right."""
     batch = make_batch([100], [100])
