@@ -33,9 +33,9 @@ def test_a_mixed_batch_equals_the_formula(attend, cache_dtype, heads, kv_heads):
 
 @pytest.mark.parametrize("head_dim", [4, 8, 24, 80, 128])
 @pytest.mark.parametrize("block_size", [1, 5, 16, 64])
-def test_any_head_dim_and_block_size(attend, head_dim, block_size, cache_dtype):
+def test_any_head_dim_and_block_size(attend, head_dim, block_size):
     """A tile of keys may span blocks, or lie within one."""
-    batch = make_batch([37, 65], [3, 40], head_dim=head_dim, block_size=block_size, dtype=cache_dtype)
+    batch = make_batch([37, 65], [3, 40], head_dim=head_dim, block_size=block_size)
     fill(batch, reference.store_kv)
     torch.testing.assert_close(run(attend, batch), expected(batch, SCALE), rtol=1e-5, atol=3e-6)
 
@@ -69,7 +69,7 @@ def test_scores_are_capped(attend, softcap):
     torch.testing.assert_close(got, expected(batch, SCALE, softcap=softcap, window=50), rtol=2e-5, atol=5e-6)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_any_mix_of_shapes_equals_the_formula(data):
     """Seqs, rows, heads, sizes, types, windows and caps as they come; the last rows of `out` are not touched."""

@@ -53,7 +53,7 @@ def test_a_hugging_face_folder_equals_the_oracle(tmp_path: Path, name: str):
     check(load(save(source, tmp_path)), Oracle(source, None))
 
 
-@pytest.mark.parametrize("name", ["qwen2 sliding", "gemma2 low caps", "gemma3 linear", "smollm3 sliding", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2 sliding", "gemma2 low caps", "gemma3 linear", "smollm3 sliding"])
 def test_the_plain_model_equals_the_oracle(tmp_path: Path, name: str):
     """The same without C++."""
     source = make_model(name)
@@ -61,7 +61,7 @@ def test_the_plain_model_equals_the_oracle(tmp_path: Path, name: str):
     check(PlainModel(checkpoint.spec, load_weights(checkpoint)), Oracle(source, None))
 
 
-@pytest.mark.parametrize("name", ["gemma2 low caps", "gemma3 linear", "qwen2 sliding"])
+@pytest.mark.parametrize("name", ["gemma2 low caps", "qwen2 sliding"])
 def test_the_scalar_body_equals_the_oracle(tmp_path: Path, name: str):
     """C++ without AVX2."""
     source = make_model(name)
