@@ -12,7 +12,8 @@ from tokenizers import AddedToken, decoders, models, processors
 
 from shared.errors import ModelError
 from shared.gguf_header import read_metadata
-from shared.tokenizer.detokenizer import ByteLevelPieces, Detokenizer, Pieces, pieces_for
+from shared.tokenizer import sentencepiece
+from shared.tokenizer.detokenizer import ByteLevelPieces, Detokenizer, Pieces, SentencePieces, pieces_for
 from shared.tokenizer.pretokenizers import pre_type
 
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
@@ -88,12 +89,21 @@ def _from_gguf(path: Path) -> Tokenizer:
         return _gguf_tokenizer(path, meta)
     except KeyError as exc:
         raise ModelError(f"model {path}: the GGUF metadata lacks tokenizer.ggml.{exc.args[0]}") from None
+    except (TypeError, ValueError, IndexError) as exc:
+        raise ModelError(f"model {path}: the GGUF metadata's tokenizer is damaged: {exc}") from None
 
 
 def _gguf_tokenizer(path: Path, meta: dict[str, Any]) -> Tokenizer:
-    if meta["model"] != "gpt2":
-        raise ModelError(f"model {path}: tokenizer type {meta['model']!r} is not supported in GGUF; byte-level BPE is")
-    backend = _byte_level_bpe(path, meta)
+    if meta["model"] == "llama":
+        backend, strip = sentencepiece.build(meta)
+        _surround(backend, meta, add_bos="bos_token_id" in meta)
+        pieces: Pieces = SentencePieces(backend, strip=strip)
+    elif meta["model"] == "gpt2":
+        backend = _byte_level_bpe(path, meta)
+        pieces = ByteLevelPieces(backend)
+    else:
+        known = "byte-level BPE (gpt2) and SentencePiece BPE (llama) are"
+        raise ModelError(f"model {path}: tokenizer type {meta['model']!r} is not supported in GGUF; {known}")
     tokens: list[str] = meta["tokens"]
     named = {
         name: tokens[token_id]
@@ -104,7 +114,7 @@ def _gguf_tokenizer(path: Path, meta: dict[str, Any]) -> Tokenizer:
     ends = [meta[key] for kind in _GGUF_END_TOKENS if (key := f"{kind}_token_id") in meta]
     return Tokenizer(
         backend=backend,
-        pieces=ByteLevelPieces(backend),
+        pieces=pieces,
         end_token_ids=tuple(dict.fromkeys(ends)),
         template_tokens={f"{name}_token": text for name, text in named.items()},
         chat_template=meta.get("chat_template"),
