@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from services.gateway.body import ClientDisconnect, read_json
 from services.gateway.chat import ChatReader
 from services.gateway.chat_wire import ChatWire
-from services.gateway.errors import ApiError, error_response, internal
+from services.gateway.errors import ApiError, bad_field, error_response, internal
 from services.gateway.fields import Fields
 from services.gateway.gate import Caller, caller_of
 from services.gateway.generation import Generation, Services
@@ -36,6 +36,9 @@ log = structlog.get_logger("gateway")
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions."""
+
+CHAT_FIELDS = ("tools", "tool_choice", "chat_template_kwargs", "continue_final_message")
+"""Refused with completions, whose answer they would change."""
 
 _JSON_HEADERS = [(b"content-type", b"application/json")]
 _SSE_HEADERS = [
@@ -202,6 +205,9 @@ class CompletionsEndpoint(Endpoint):
     id_prefix = "cmpl"
 
     def _question(self, fields: Fields, params: Params) -> _Question:
+        for name in CHAT_FIELDS:
+            if fields.get(name) not in (None, False, [], {}, "none", "auto"):
+                raise bad_field(name, f"{name} is for /v1/chat/completions.", "unsupported")
         prompts = read_prompts(fields, self._parts.services.tokenizer.vocab_size)
         return _Question(prompts, "prompt", True, params.grammar, CompletionWire)
 

@@ -224,6 +224,15 @@ async def test_what_is_wrong_with_tools_is_named(gateway: Gateway):
     assert not gateway.port.admitted
 
 
+async def test_completions_refuse_what_is_for_chats(gateway: Gateway):
+    """Rather than answer as if it had not been asked."""
+    async with gateway.client() as client:
+        for fields in ({"tools": [TIME]}, {"tool_choice": "required"}, {"continue_final_message": True}):
+            response = await client.post("/v1/completions", json={"prompt": "x", **fields})
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == next(iter(fields))
+
+
 async def test_reasoning_is_a_field_of_its_own(gateway: Gateway, tokenizer: Tokenizer, tmp_path: Path):
     """Streamed and not, for a model whose template knows <think>."""
     from services.gateway.answer import AnswerShape
