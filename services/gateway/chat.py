@@ -1,6 +1,6 @@
 """From a chat's fields to a prompt, a grammar and the shape of its answer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.gateway.answer import THINK, UNTHINK, AnswerShape
 from services.gateway.chat_template import ChatTemplate, RenderOptions
@@ -44,8 +44,9 @@ class ChatReader:
         """
         if self._template is None:
             raise bad_field("messages", "The model has no chat template; use /v1/completions.", "unsupported")
-        messages, tools = read_messages(fields), read_tools(fields)
-        options = _options(fields, [dict(tool.raw) for tool in tools.tools])
+        options, tools = read_options(fields), read_tools(fields)
+        options = replace(options, tools=[tool.raw for tool in tools.tools])
+        messages = read_messages(fields)
         if options.continue_final_message and messages[-1]["role"] != "assistant":
             raise bad_field("continue_final_message", "continue_final_message needs a last message of the assistant.")
         if tools.forced:
@@ -66,7 +67,11 @@ class ChatReader:
         return Asked(prompt, grammar, shape, special)
 
 
-def _options(fields: Fields, tools: list[dict[str, object]]) -> RenderOptions:
+def read_options(fields: Fields) -> RenderOptions:
+    """All but the tools.
+
+    :raises ApiError: 400 that names a field.
+    """
     going_on = fields.boolean("continue_final_message")
     prompted = fields.boolean("add_generation_prompt")
     if going_on and prompted:
@@ -76,7 +81,6 @@ def _options(fields: Fields, tools: list[dict[str, object]]) -> RenderOptions:
         if name in _OWN_VARIABLES:
             raise bad_field("chat_template_kwargs", f"chat_template_kwargs must not set {name}.")
     return RenderOptions(
-        tools=tools,
         add_generation_prompt=not going_on and (prompted or fields.get("add_generation_prompt") is None),
         continue_final_message=going_on,
         variables={} if variables is None else variables.raw,

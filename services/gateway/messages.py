@@ -11,6 +11,29 @@ MAX_MESSAGES = 4096
 MAX_CALLS = 128
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]}
+MESSAGES_SCHEMA = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_MESSAGES,
+    "items": {
+        "type": "object",
+        "properties": {
+            "role": {"enum": list(_ROLES)},
+            "content": _CONTENT,
+            "name": {"type": ["string", "null"]},
+            "tool_calls": {"anyOf": [{"type": "array", "maxItems": MAX_CALLS}, {"type": "null"}]},
+        },
+        "required": ["role"],
+    },
+}
+"""A model's template may refuse more: roles that do not alternate, for example."""
+
 ChatMessage = dict[str, Any]
 """role and content (text); name, reasoning_content, tool_calls and tool_call_id where there are any. A call's arguments
 are an object here, as templates want them."""
@@ -18,7 +41,7 @@ are an object here, as templates want them."""
 
 def read_messages(fields: Fields) -> list[ChatMessage]:
     """:raises ApiError: 400 that names the part which is wrong."""
-    value = fields.get("messages")
+    value = fields.get("messages", MESSAGES_SCHEMA, required=True)
     if not isinstance(value, list) or not value:
         raise bad_field("messages", "messages must be a list with at least one message.")
     if len(value) > MAX_MESSAGES:

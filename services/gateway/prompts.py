@@ -10,12 +10,20 @@ MAX_PROMPTS = 128
 Prompt = str | list[int]
 
 
+def prompt_schema(vocab_size: int) -> dict[str, Any]:
+    """What `read_prompts` takes."""
+    text = {"type": "string", "minLength": 1}
+    ids = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}}
+    several = {"minItems": 1, "maxItems": MAX_PROMPTS}
+    return {"anyOf": [text, ids, *({"type": "array", "items": kind, **several} for kind in (text, ids))]}
+
+
 def read_prompts(fields: Fields, vocab_size: int) -> list[Prompt]:
     """The prompts: a text, several, token ids, or several lists of them.
 
     :raises ApiError: 400 that names `prompt`.
     """
-    value = fields.get("prompt")
+    value = fields.get("prompt", prompt_schema(vocab_size), required=True)
     if isinstance(value, str):
         return [_text(value)]
     if not isinstance(value, list) or not value:

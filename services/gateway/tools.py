@@ -33,7 +33,8 @@ def read_tools(fields: Fields) -> ToolAsk:
 
     :raises ApiError: 400 that names the part which is wrong.
     """
-    value, choice = fields.get("tools"), fields.get("tool_choice")
+    value = fields.get("tools", {"type": "array", "maxItems": MAX_TOOLS})
+    choice = fields.get("tool_choice", {"type": ["string", "object"]})
     parallel = fields.get("parallel_tool_calls") is None or fields.boolean("parallel_tool_calls")
     if not value:
         if value not in (None, []):
