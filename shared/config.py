@@ -105,8 +105,9 @@ class EngineConfig(Section, frozen=True):
 
 
 class WorkerConfig(Section, frozen=True):
-    name: str = "worker-0"
-    host: str = "127.0.0.1"  # address that other workers reach this one at
+    name: str = ""  # "" = the machine's, or container's, own name
+    host: str = "127.0.0.1"  # address to listen on
+    advertise_host: str = ""  # what others connect to; "" = host, or this machine's own address if host is a wildcard
     port: int = 0  # block transfer
     health_port: int = 0
     cores: str = ""  # e.g. "0" or "0-3,8"; "" = not pinned

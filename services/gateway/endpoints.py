@@ -4,7 +4,7 @@ client cancels everything at once, streaming or not, tokenising, queued or decod
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import anyio
 import structlog
@@ -16,12 +16,12 @@ from services.gateway.chat_template import ChatTemplate
 from services.gateway.errors import ApiError, bad_field, error_response, internal
 from services.gateway.fields import Fields
 from services.gateway.gate import Caller, caller_of
-from services.gateway.generation import Generation, Services
+from services.gateway.generation import EndpointName, Generation, Services
 from services.gateway.grammar_check import GrammarChecker
 from services.gateway.params import Params, check_model, read_params
 from services.gateway.prepare import Limits, Preparer, PromptTokens, live_limits
 from services.gateway.prompts import read_messages, read_prompts
-from services.gateway.wire import DONE, ChatWire, CompletionWire, Wire, sse
+from services.gateway.wire import ChatWire, CompletionWire, Wire
 from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.errors import BatonError
@@ -73,7 +73,7 @@ class Prepared:
 class Endpoint(ABC):
     """One POST endpoint. Subclasses say how a prompt is read and an answer written."""
 
-    name: ClassVar[Literal["completions", "chat"]]
+    name: ClassVar[EndpointName]
     id_prefix: ClassVar[str]
     wire: ClassVar[type[CompletionWire] | type[ChatWire]]
 
@@ -85,6 +85,14 @@ class Endpoint(ABC):
 
     @abstractmethod
     def _default_max_tokens(self) -> int: ...
+
+    def read_all(self, fields: Fields) -> None:
+        """Ask for every field that this endpoint knows: how `SchemaFields` learns of them.
+
+        :raises ApiError: one is wrong or missing.
+        """
+        check_model(fields, self._parts.model_name)
+        read_params(fields)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_at = self._parts.services.clock.now()
@@ -130,6 +138,7 @@ class Endpoint(ABC):
         await caller.charge(prepared.max_tokens)
         caller.used_tokens = 0  # unless it begins
         params, wire = prepared.params, prepared.wire
+        reply.wire = wire
         async with Generation(
             self._parts.services,
             prepared.requests,
@@ -172,7 +181,8 @@ class Endpoint(ABC):
         """An HTTP error, or once the answer has begun an `error` event and the end, without [DONE]."""
         self._parts.services.observer.refused(error.status, error.code or "")
         if reply.started:
-            await reply.part(sse(error.body()))
+            assert reply.wire is not None
+            await reply.part(reply.wire.error(error))
             await reply.end()
             return
         response = error_response(error)
@@ -193,11 +203,19 @@ class CompletionsEndpoint(Endpoint):
     def _default_max_tokens(self) -> int:
         return COMPLETION_MAX_TOKENS
 
+    def read_all(self, fields: Fields) -> None:
+        super().read_all(fields)
+        read_prompts(fields, self._parts.services.tokenizer.vocab_size)
+
 
 class ChatEndpoint(Endpoint):
     name = "chat"
     id_prefix = "chatcmpl"
     wire = ChatWire
+
+    def read_all(self, fields: Fields) -> None:
+        super().read_all(fields)
+        read_messages(fields)
 
     async def _prompts(self, fields: Fields, limits: Limits, preparer: Preparer) -> list[PromptTokens]:
         messages = read_messages(fields)
@@ -220,6 +238,7 @@ class _Reply:
     def __init__(self, send: Send, clock: Clock) -> None:
         self._send, self._clock = send, clock
         self.started = False
+        self.wire: Wire | None = None  # once the request is understood
         self._blocked_since: float | None = None
 
     @property
@@ -256,13 +275,13 @@ async def _stream(generation: Generation, wire: Wire, params: Params, reply: _Re
     """Server-sent events. The response begins with the first text, so that a request which fails before
     that still gets an honest status."""
     while deltas := await generation.read():
-        body = b"".join(wire.chunk(delta) for delta in deltas)
+        body = b"" if reply.started else wire.first(generation.num_choices)
+        body += b"".join([wire.chunk(delta) for delta in deltas])
         if not reply.started:
             await reply.start(200, _SSE_HEADERS)
-            body = wire.first(generation.num_choices) + body
         await reply.part(body)
     tail = wire.usage_chunk(generation.usage) if params.include_usage else b""
-    await reply.part(tail + DONE)
+    await reply.part(tail + wire.done)
     await reply.end()
 
 

@@ -10,6 +10,31 @@ MAX_MESSAGES = 4096
 _ROLES = ("system", "developer", "user", "assistant")
 
 Prompt = str | list[int]
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]}
+MESSAGES_SCHEMA = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_MESSAGES,
+    "items": {
+        "type": "object",
+        "properties": {"role": {"enum": list(_ROLES)}, "content": _CONTENT, "name": {"type": ["string", "null"]}},
+        "required": ["role"],
+    },
+}
+"""A model's template may refuse more: roles that do not alternate, for example."""
+
+
+def prompt_schema(vocab_size: int) -> dict[str, Any]:
+    """What `read_prompts` takes."""
+    text = {"type": "string", "minLength": 1}
+    ids = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}}
+    several = {"minItems": 1, "maxItems": MAX_PROMPTS}
+    return {"anyOf": [text, ids, *({"type": "array", "items": kind, **several} for kind in (text, ids))]}
 
 
 def read_prompts(fields: Fields, vocab_size: int) -> list[Prompt]:
@@ -17,7 +42,7 @@ def read_prompts(fields: Fields, vocab_size: int) -> list[Prompt]:
 
     :raises ApiError: 400 that names `prompt`.
     """
-    value = fields.get("prompt")
+    value = fields.get("prompt", prompt_schema(vocab_size), required=True)
     if isinstance(value, str):
         return [_text(value)]
     if not isinstance(value, list) or not value:
@@ -36,7 +61,7 @@ def read_messages(fields: Fields) -> list[dict[str, str]]:
 
     :raises ApiError: 400 that names the part which is wrong.
     """
-    value = fields.get("messages")
+    value = fields.get("messages", MESSAGES_SCHEMA, required=True)
     if not isinstance(value, list) or not value:
         raise bad_field("messages", "messages must be a list with at least one message.")
     if len(value) > MAX_MESSAGES:

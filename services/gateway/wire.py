@@ -4,6 +4,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from services.gateway.errors import ApiError
 from services.gateway.generation import Delta, Usage
 
 _encode = msgspec.json.Encoder().encode
@@ -17,6 +18,8 @@ def sse(value: Any) -> bytes:
 
 class Wire(Protocol):
     """One response of an endpoint."""
+
+    done: bytes  # what ends a stream that went well
 
     def first(self, num_choices: int) -> bytes:
         """Events before any text."""
@@ -32,11 +35,20 @@ class Wire(Protocol):
         """The response that is not streamed."""
         ...
 
+    def error(self, error: ApiError) -> bytes:
+        """What ends a stream that failed."""
+        ...
+
 
 class _Base:
+    done = DONE
+
     def __init__(self, response_id: str, created: int, model: str, include_usage: bool) -> None:
         self._head: dict[str, Any] = {"id": response_id, "created": created, "model": model}
         self._include_usage = include_usage
+
+    def error(self, error: ApiError) -> bytes:
+        return sse(error.body())
 
     def _event(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
         value = {**self._head, "object": kind, "choices": choices}
