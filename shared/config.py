@@ -28,6 +28,7 @@ class RedisConfig(Section, frozen=True):
     url: str = "redis://127.0.0.1:6379/0"
     cell: str = "baton"  # hash tag of all keys
     retry_s: float = 10.0  # how long a lost Redis is retried before a call fails
+    max_memory_mb: int = 512  # of the private Redis that `baton up` runs; beyond, new work is refused
 
 
 class ModelConfig(Section, frozen=True):
@@ -45,6 +46,8 @@ class GatewayConfig(Section, frozen=True):
     max_queued: int = 512  # requests waiting for dispatch; beyond: 429
     queue_timeout_s: float = 300.0  # an HTTP request that waits longer for dispatch gets 503
     max_body_bytes: int = 8 << 20
+    max_grammar_bytes: int = 64 << 10  # of a JSON schema or grammar
+    grammar_timeout_s: float = 2.0  # a grammar that takes longer to compile is refused
     default_max_tokens: int = 256  # chat completions that name none
     prefix_salt: str = ""  # scopes prefix sharing to deployments of the same salt
     client_stall_s: float = 30.0  # an HTTP client that reads nothing for so long is cancelled
@@ -210,10 +213,13 @@ def _check(s: Settings) -> None:
         "engine.max_num_seqs": s.engine.max_num_seqs,
         "engine.max_num_batched_tokens": s.engine.max_num_batched_tokens,
         "worker.num_threads": s.worker.num_threads,
+        "redis.max_memory_mb": s.redis.max_memory_mb,
         "lease.lease_s": s.lease.lease_s,
         "lease.heartbeat_s": s.lease.heartbeat_s,
         "gateway.max_queued": s.gateway.max_queued,
         "gateway.default_max_tokens": s.gateway.default_max_tokens,
+        "gateway.max_grammar_bytes": s.gateway.max_grammar_bytes,
+        "gateway.grammar_timeout_s": s.gateway.grammar_timeout_s,
         "gateway.client_stall_s": s.gateway.client_stall_s,
         "gateway.queue_timeout_s": s.gateway.queue_timeout_s,
         "gateway.max_submissions": s.gateway.max_submissions,

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from services.engine.block_pool import BlockPool
+from services.engine.forking import Forking
 from services.engine.progress import Progress
 from services.engine.rationing import Rationing
 from services.engine.roster import Roster
@@ -32,6 +33,9 @@ from services.engine.types import (
 from shared.ids import BlockHash, BlockId
 from shared.messages import FirstToken, Removed, Stored
 
+MAX_TOLD_ROWS = 128
+"""Rows of one seq and step if logprobs of its prompt are wanted, as all their logits are kept: 25 MB at 49k tokens."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerLimits:
@@ -50,10 +54,13 @@ class _Draft:
     seats: int
     tokens_left: int
     rows: dict[Seq, int] = field(default_factory=dict)
+    copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
 
     def give(self, seq: Seq) -> None:
         """As many rows as the seq wants and the budget has."""
         num_rows = min(seq.num_remaining, self.tokens_left)
+        if seq.prompt_logprobs is not None:
+            num_rows = min(num_rows, MAX_TOLD_ROWS)
         self.rows[seq] = num_rows
         self.tokens_left -= num_rows
 
@@ -72,7 +79,8 @@ class Planner:
         self._limits = limits
         self._roster = Roster()
         self._blocks = SeqBlocks(pool, prefix_caching=limits.prefix_caching)
-        self._progress = Progress(pool, self._blocks, self._roster, limits.max_model_len)
+        self._forking = Forking(pool, self._roster, limits.max_model_len)
+        self._progress = Progress(pool, self._blocks, self._roster, self._forking, limits.max_model_len)
         self._rationing = Rationing(pool, self._blocks, self._roster, limits.max_model_len)
         self._in_flight: StepPlan | None = None
         self._in_flight_ids: frozenset[SeqId] = frozenset()
@@ -119,9 +127,9 @@ class Planner:
         return Reservation(spec.seq_id, seq.table, len(quote.hits), seq.num_shared)
 
     def land(self, seq_id: SeqId, first: FirstToken) -> bool:
-        """The reserved blocks hold the prompt's KV: the seq runs, its first token known. The token is not reported
-        again, and must not end the seq (then the caller drops it instead). False if the seq was aborted
-        meanwhile: its blocks are given back."""
+        """The reserved blocks hold the prompt's KV: the seq runs, its first token known, and so do its siblings. The
+        tokens are not reported again, and must not end all of them (then the caller drops the seq instead). False if
+        the seq was aborted meanwhile: its blocks are given back."""
         seq = self._roster.get(seq_id)
         if seq is None or seq.state is SeqState.ABORTED:
             self.drop(seq_id)
@@ -131,10 +139,15 @@ class Planner:
         self._pool.end_landing(seq.table[seq.num_hit_blocks :])
         seq.num_computed = seq.high_water = len(seq.tokens)
         self._blocks.fill(seq, seq.num_hit_blocks, seq.num_computed // self._pool.block_size)
-        seq.tokens.append(first.token_id)
         seq.num_cached_tokens = first.num_cached_tokens
-        assert self._reason(seq) is None, f"seq {seq_id} ended with its first token"
         self._roster.move(seq, SeqState.RUNNING)
+        if seq.spec.siblings:
+            self._forking.fork(seq, first.others)
+        seq.prompt_logprobs = None
+        seq.tokens.append(first.token_id)
+        if self._reason(seq) is not None:
+            assert seq.spec.siblings, f"seq {seq_id} ended with its first token"
+            self._retire(seq)
         return True
 
     def drop(self, seq_id: SeqId) -> None:
@@ -187,7 +200,8 @@ class Planner:
             return None
         self._step += 1
         items = tuple(self._item(seq, num_rows) for seq, num_rows in draft.rows.items())
-        plan = StepPlan(self._step, items, digest_blocks=self._progress.blocks_to_digest(draft.rows))
+        digest_blocks = self._progress.blocks_to_digest(draft.rows)
+        plan = StepPlan(self._step, items, copies=tuple(draft.copies), digest_blocks=digest_blocks)
         self._in_flight = plan
         self._in_flight_ids = frozenset(item.seq_id for item in items)
         return plan
@@ -255,6 +269,7 @@ class Planner:
             holders.update(() if quarantined else seq.table)
             pinned.update(seq.table[: seq.num_announced])
             assert seq.num_computed <= seq.table_len * self._pool.block_size
+        holders.update(self._forking.copied)
         census = self._pool.census()
         assert all(self._pool.refs(BlockId(b)) == holders[BlockId(b)] for b in range(self._pool.total))
         assert self._pool.promised == sum(seq.promised for seq in self._roster)
@@ -269,7 +284,7 @@ class Planner:
         assert 0 < spec.num_prompt_tokens <= len(spec.token_ids)
         assert len(spec.block_hashes) == spec.num_prompt_tokens // size, "hashes of another block size"
         assert self._roster.get(spec.seq_id) is None, f"seq {spec.seq_id} is known already"
-        seq = Seq(spec, self._roster.next_arrival(), size, spec.credit_blocks)
+        seq = Seq(spec, self._roster.next_arrival(1 + len(spec.siblings)), size, spec.credit_blocks)
         assert self._reason(seq) is None, f"seq {spec.seq_id} has ended already"
         return seq
 
@@ -285,6 +300,8 @@ class Planner:
             if not draft.tokens_left:
                 return
             if seq.state is SeqState.RUNNING and seq.num_remaining == 1 and self._has_slot(seq):
+                if seq.shares_tail and not self._owns_tail(seq, draft):
+                    continue
                 draft.give(seq)
         for seq in seated:
             if not draft.tokens_left:
@@ -304,12 +321,25 @@ class Planner:
             self._preempt(victim)
         return True
 
+    def _owns_tail(self, seq: Seq, draft: _Draft) -> bool:
+        """Whether nobody else will see what the seq writes into its last block, if need be at the cost of seqs behind
+        it in rank, as in `_has_slot`."""
+        while True:
+            copy = self._forking.own_tail(seq)
+            if not seq.shares_tail:
+                draft.copies += [copy] if copy else []
+                return True
+            victim = self._rationing.victim(seq)
+            if victim is None:
+                return False
+            self._preempt(victim)
+
     def _admit(self, draft: _Draft) -> None:
         """Start waiting seqs in order until one does not fit."""
         roster = self._roster
         while roster.waiting and len(roster.running) < draft.seats and draft.tokens_left:
             seq = roster.waiting[0]
-            quote = self._blocks.quote(seq, len(seq.tokens) - 1)  # one row at least: its result is the next token
+            quote = self._blocks.quote(seq, seq.max_hit_tokens)
             victims = self._rationing.to_start(quote)
             if victims is None:
                 return
@@ -336,12 +366,26 @@ class Planner:
         start, sample = seq.num_computed, None
         if num_rows == seq.num_remaining:
             spec = seq.spec
-            sample = SampleSpec(spec.sampling, spec.choice, len(seq.tokens), seq.tokens, spec.num_prompt_tokens)
-        return PlanItem(seq.spec.seq_id, tuple(seq.tokens[start : start + num_rows]), start, seq.table, sample)
+            sample = SampleSpec(
+                spec.sampling,
+                spec.choice,
+                len(seq.tokens),
+                seq.tokens,
+                spec.num_prompt_tokens,
+                seq.num_first_tokens,
+            )
+        rows = tuple(seq.tokens[start : start + num_rows])
+        if seq.prompt_logprobs is None:
+            return PlanItem(seq.spec.seq_id, rows, start, seq.table, sample)
+        targets = tuple(seq.tokens[start + 1 : start + 1 + num_rows])
+        num_top = seq.spec.sampling.prompt_logprobs or 0
+        return PlanItem(seq.spec.seq_id, rows, start, seq.table, sample, targets, num_top)
 
     def _land_plan(self, plan: StepPlan) -> None:
         assert plan is self._in_flight, "not the plan in flight"
         self._in_flight, self._in_flight_ids = None, frozenset()
+        if self._forking.copied:
+            self._forking.release_copied()
 
     def _take_num_preempted(self) -> int:
         taken, self._num_preempted = self._num_preempted, 0

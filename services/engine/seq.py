@@ -20,7 +20,7 @@ from typing import Literal
 from services.engine.types import SeqSpec
 from shared.hashing import block_hash
 from shared.ids import BlockHash, BlockId
-from shared.messages import SamplingParams
+from shared.messages import SamplingParams, TokenLogprobs
 
 ARRIVALS_PER_LEVEL = 64
 
@@ -79,6 +79,9 @@ class Seq:
     high_water: int = 0  # most tokens ever computed: what lies below is recomputed work
     num_announced: int = 0  # prefill only: leading blocks announced so far
     num_hit_blocks: int = 0  # leading blocks of the table that were hits
+    is_forked: bool = False  # its siblings have been made
+    shares_tail: bool = False  # other choices hold its partly filled last block too: it must not be written
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of tokens 1 and on, until they are told; None = not wanted
     _table: list[BlockId] = field(default_factory=list)
     _frozen_table: tuple[BlockId, ...] | None = None
 
@@ -87,6 +90,8 @@ class Seq:
         self.rank = (self.due, self.arrival)
         self.tokens = list(self.spec.token_ids)
         self.hashes = list(self.spec.block_hashes)
+        if self.spec.sampling.prompt_logprobs is not None and not self.num_output:
+            self.prompt_logprobs = []
 
     @property
     def waiting_rank(self) -> tuple[int, int]:
@@ -97,6 +102,18 @@ class Seq:
     def num_remaining(self) -> int:
         """Rows that it wants before its next token can be sampled."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def num_first_tokens(self) -> int:
+        """Tokens to choose from its last row: one for each choice, before they part."""
+        return 1 if self.is_forked else 1 + len(self.spec.siblings)
+
+    @property
+    def max_hit_tokens(self) -> int:
+        """Tokens that need not be computed if their KV is cached. The last one's row gives the next token; of a prompt
+        whose logprobs are wanted, every row gives one."""
+        last = len(self.tokens) - 1
+        return last if self.prompt_logprobs is None else min(last, len(self.prompt_logprobs))
 
     @property
     def num_output(self) -> int:
@@ -121,6 +138,31 @@ class Seq:
     def extend_table(self, blocks: Sequence[BlockId]) -> None:
         self._table.extend(blocks)
         self._frozen_table = None
+
+    def replace_block(self, index: int, block: BlockId) -> None:
+        """Another block in place of one that it shares with other choices."""
+        self._table[index] = block
+        self._frozen_table = None
+        if index < self.num_shared:
+            self.num_shared -= 1
+
+    def join(self, leader: "Seq", first_token: int, promised: int) -> None:
+        """Go on from the leader's prompt with a first token of its own. The caller counts the references."""
+        self.tokens.append(first_token)
+        self.hashes = list(leader.hashes)
+        self.num_computed = self.high_water = leader.num_computed
+        self.num_cached_tokens = leader.num_cached_tokens
+        self.admitted = self.started = True
+        self.prompt_logprobs = None
+        self.promised = promised
+        self.extend_table(leader.table)
+        self.num_shared = self.table_len
+        self.shares_tail = self.num_computed % self.block_size != 0
+
+    def tell(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Logprobs of the prompt's tokens from `start + 1` on: what its rows from `start` on gave."""
+        assert self.prompt_logprobs is not None
+        self.prompt_logprobs[start:] = logprobs
 
     def clear_table(self) -> None:
         self._table.clear()

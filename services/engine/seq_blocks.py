@@ -113,3 +113,4 @@ class SeqBlocks:
     def _reset(self, seq: Seq) -> None:
         seq.clear_table()
         seq.promised = seq.num_shared = seq.num_hit_blocks = seq.num_computed = 0
+        seq.shares_tail = False

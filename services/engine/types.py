@@ -26,6 +26,7 @@ class SeqSpec:
     block_hashes: tuple[BlockHash, ...]  # of full blocks of the client's prompt
     sampling: SamplingParams
     choice: int = 0
+    siblings: tuple[SeqId, ...] = ()  # further choices of the prompt, the next numbers: seqs that part from this one
     priority: int = 0  # lower is served first
     prefill_only: bool = False  # stop after one token; blocks stay pinned until `release`
     credit_blocks: int = 0  # blocks promised to it; 0 = takes what is free
@@ -76,6 +77,7 @@ class StepResult:
     digests: tuple[BlockDigest, ...] = ()
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # of `sampled`, as asked; () where no item asked
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # of `targets`; () where no item has any
+    failed: tuple[tuple[int, str], ...] = ()  # items that alone could not go on, and why: they have no new tokens
 
 
 class Runner(Protocol):

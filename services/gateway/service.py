@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from services.gateway.app import build_app
 from services.gateway.gate import Gate
+from services.gateway.grammar_check import ProcessGrammarChecker
 from services.gateway.keeper import Keeper
 from services.gateway.observer import PrometheusObserver
 from services.gateway.queue_ingress import QueueIngress
@@ -157,6 +158,9 @@ async def serve(process: Process) -> None:
         clock=process.clock,
         randomness=process.randomness,
         offload=offload,
+        grammars=ProcessGrammarChecker(
+            path, timeout_s=settings.gateway.grammar_timeout_s, max_bytes=settings.gateway.max_grammar_bytes
+        ),
         observer=PrometheusObserver(metrics),
         gate=gate_of(process),
         extra_routes=probe_routes(probes),
@@ -171,6 +175,7 @@ async def serve(process: Process) -> None:
     metrics.stats(ingress.counts, QUEUE_COUNTERS, part="submissions")
     lengths = stream_lengths(process)
     metrics.stats(lambda: lengths.lengths, part="stream_length")
+    metrics.stats(lambda: lengths.memory, part="redis")
     debug_app = internal_app(probes, app.state.streams, process)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(readiness.watch, process)

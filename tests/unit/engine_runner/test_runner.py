@@ -184,10 +184,21 @@ def test_a_block_has_room_for_scales():
 
 @pytest.mark.parametrize(("kv_dtype", "row_bytes"), [("float16", 32), ("bfloat16", 32), ("int8", 20), ("fp8", 20)])
 def test_narrow_pools_are_smaller(model: Model, kv_dtype, row_bytes: int):
-    """By what a row of 16 numbers takes; and the greedy token of a clear case stays the same."""
-    runner, _ = make(model, kv_dtype=kv_dtype)
+    """By what a row of 16 numbers, and its scale, take; and a block can be copied."""
+    runner, region = make(model, kv_dtype=kv_dtype)
     full, _ = make(model)
     assert runner.block_bytes * 64 == full.block_bytes * row_bytes
+    runner.run(step(item(PROMPT, 0, blocks(0, 1, 2)), copies=((BlockId(0), BlockId(5)),)))
+    runner.run(step(copies=((BlockId(0), BlockId(5)),)))
+    size = runner.block_bytes
+    assert region[:size] == region[5 * size : 6 * size] != region[size : 2 * size]
+
+
+@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
+def test_sixteen_bits_keep_a_clear_token(model: Model, kv_dtype):
+    """The greedy token is that of the float32 pool."""
+    runner, _ = make(model, kv_dtype=kv_dtype)
+    full, _ = make(model)
     plan = step(item(PROMPT, 0, blocks(0, 1, 2)))
     assert runner.run(plan).sampled == full.run(plan).sampled
 
