@@ -34,8 +34,11 @@ class RedisConfig(Section, frozen=True):
 class ModelConfig(Section, frozen=True):
     path: str = ""  # GGUF file or safetensors folder; "" = the embedded default
     name: str = ""  # what clients call it; "" = from the file
-    dtype: Literal["auto", "float32"] = "auto"  # auto: 4- and 8-bit weights as stored, others in 8 bits; float32: exact
-    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"  # auto: float16, or as dtype is
+    # auto: 4- and 8-bit weights as stored, others in 8 bits in groups of 32; int8: all in 8 bits, one scale per output;
+    # float32: exact
+    dtype: Literal["auto", "int8", "float32"] = "auto"
+    # auto: float16, or float32 as dtype is
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
     cache_dir: str = ""  # where packed weights are kept; "" = ~/.cache/baton
     max_model_len: int = 0  # 0 = the model's own limit
 
