@@ -22,7 +22,7 @@ def from_q4_k(blocks: Bytes) -> Float32:
 def from_q5_k(blocks: Bytes) -> Float32:
     scale, minimum = q4_k_scales(blocks)
     high = (blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1  # [num_blocks, 8, 32]
-    return _affine(_nibbles(blocks[:, 48:]) | (high << 4), scale, minimum)
+    return _affine((_nibbles(blocks[:, 48:]) | (high << 4)).astype(np.uint8), scale, minimum)
 
 
 def from_q6_k(blocks: Bytes) -> Float32:
@@ -58,7 +58,7 @@ def _affine(q: npt.NDArray[np.uint8], scale: Float32, minimum: Float32) -> Float
 def _nibbles(packed: Bytes) -> npt.NDArray[np.uint8]:
     """[num_blocks, 128] bytes to [num_blocks, 8, 32]: of each 32 bytes the low halves, then the high ones."""
     parts = packed.reshape(len(packed), 4, 1, 32) >> np.array([0, 4], np.uint8)[:, None]
-    return (parts & 15).reshape(len(packed), 8, 32)
+    return (parts & 15).reshape(len(packed), 8, 32).astype(np.uint8)
 
 
 def _half(blocks: Bytes, first: int) -> Float32:

@@ -131,7 +131,7 @@ def _fives(groups: Bytes, first: int) -> npt.NDArray[np.uint8]:
     """Numbers 0..31, [num_groups, 32], whose fifth bits begin at byte `first`."""
     high = np.unpackbits(groups[:, first : first + 4], axis=1, bitorder="little")
     low = groups[:, first + 4 :]
-    return np.concatenate([low & 15, low >> 4], axis=1) | (high << 4)
+    return (np.concatenate([low & 15, low >> 4], axis=1) | (high << 4)).astype(np.uint8)
 
 
 def _from_q5_0(groups: Bytes) -> Float32:

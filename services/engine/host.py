@@ -115,6 +115,7 @@ class EngineHost:
             weights_mib=self.model.weight_bytes >> 20,
             blocks=self.num_blocks,
             kv_mib=self.num_blocks * self.block_bytes >> 20,
+            kv_bytes_per_token=self.model.kv.token_bytes,
             context_tokens=self.num_blocks * cfg.block_size,
             seqs_at_2k=self.num_blocks * cfg.block_size // 2048,
             max_model_len=self.max_model_len,

@@ -85,7 +85,8 @@ def fill(checkpoint: Checkpoint, plan: PackPlan, buffer: Buffer) -> None:
 
 class _Planner:
     def __init__(self, checkpoint: Checkpoint, dtype: WeightDtype) -> None:
-        self._checkpoint, self._dtype = checkpoint, dtype  # type: Checkpoint, WeightDtype
+        self._checkpoint = checkpoint
+        self._dtype: WeightDtype = dtype
         self._shapes = tensor_shapes(checkpoint.spec)
         self._entries: list[Entry] = []
 
