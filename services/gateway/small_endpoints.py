@@ -13,7 +13,6 @@ from services.gateway.errors import ApiError, bad_field, error_response
 from services.gateway.fields import Fields, checked_text
 from services.gateway.params import check_model, unknown_model
 from services.gateway.prepare import live_limits
-from services.gateway.prompts import read_messages
 from shared.version import VERSION
 
 
@@ -90,10 +89,7 @@ class SmallEndpoints:
             raise bad_field("add_special_tokens", "add_special_tokens must be true or false.")
         if prompt is not None:
             return checked_text("prompt", prompt), special is not False
-        messages = read_messages(fields)
-        if self._parts.template is None:
-            raise bad_field("messages", "The model has no chat template; send a prompt.", "unsupported")
-        return self._parts.template.render(messages), special is True
+        return self._parts.chats.read(fields, None).prompt, special is True
 
     async def _detokenize(self, fields: Fields) -> dict[str, Any]:
         token_ids = self.read_detokenize(fields)
