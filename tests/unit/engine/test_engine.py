@@ -172,3 +172,37 @@ async def test_stats_add_up():
     assert (stats.output_tokens, stats.queued_tokens, stats.num_running) == (4, 0, 0)
     assert stats.steps == 4
     assert engine.drain_events() == ()
+
+
+class PickyRunner(FakeRunner):
+    """Cannot choose a token for one seq, as when its grammar fails."""
+
+    def __init__(self, num_blocks: int, victim: str) -> None:
+        super().__init__(num_blocks, BLOCK)
+        self.victim = victim
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = super().run(plan)
+        failed = [i for i, item in enumerate(plan.items) if item.seq_id == self.victim and item.sample is not None]
+        sampled = tuple(() if i in failed else tokens for i, tokens in enumerate(result.sampled))
+        return StepResult(sampled, result.digests, failed=tuple((i, "no token fits") for i in failed))
+
+
+async def test_an_item_that_fails_alone_leaves_the_others_their_tokens():
+    """One seq is reported failed and gives its blocks back; its neighbours' answers are what they always were."""
+    engine = make_engine(runner=PickyRunner(16, "bad"))
+    for name in ("a", "bad", "b"):
+        engine.add(make_spec(name, range(10, 18), max_tokens=4))
+    tokens: dict[str, list[int]] = {}
+    failed: list[tuple[SeqId, str]] = []
+    while engine.has_work:
+        out = await engine.step()
+        assert out is not None
+        engine.check()
+        failed += out.failed
+        for seq in out.outputs:
+            tokens.setdefault(seq.seq_id, []).extend(seq.token_ids)
+    assert failed == [(SeqId("bad"), "no token fits")]
+    want = list(fake_answer(range(10, 18), 4))
+    assert tokens == {"a": want, "b": want}
+    assert engine.stats().blocks_free == 16
