@@ -1,11 +1,17 @@
 """The loop's body: plan on the event loop, run elsewhere, commit on the event loop.
 
-Everything but `step` is synchronous and may be called while a step runs; the planner keeps what the step uses apart.
+Shortly before a step ends, the next one is planned and handed over, so that the runner goes on at once and the tokens
+of this step go out while it computes. Everything but `step` is synchronous and may be called while steps run; the
+planner keeps what they use apart.
 """
+
+from collections import deque
+from dataclasses import dataclass
 
 import anyio
 import structlog
 
+from services.engine.last_tokens import StepLost
 from services.engine.planner import Planner
 from services.engine.progress import check_result
 from services.engine.types import (
@@ -21,51 +27,73 @@ from services.engine.types import (
 from shared.clock import Clock
 from shared.ids import BlockHash
 from shared.messages import FirstToken, Removed, Stored
-from shared.offload import Offload
+from shared.offload import Lane, Ticket
 
 log = structlog.get_logger(__name__)
+AHEAD_S = 0.004
+"""The next step is planned so long before this one should end: late, so that what arrives meanwhile is in it."""
+AHEAD_SHARE = 0.2
+"""Or so much of the step's time before its end, if that is more: for what could not be foretold."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A plan that was handed to the runner, which may still be busy with the one before."""
+
+    plan: StepPlan
+    ticket: Ticket[tuple[StepResult, float]]
 
 
 class Engine:
-    """One KV pool, one runner, one step at a time. Knows no request and no other worker."""
+    """One KV pool, one runner, steps one after the other. Knows no request and no other worker."""
 
-    def __init__(self, planner: Planner, runner: Runner, offload: Offload, clock: Clock) -> None:
+    def __init__(self, planner: Planner, runner: Runner, lane: Lane, clock: Clock) -> None:
         self._planner = planner
         self._runner = runner
-        self._offload = offload
+        self._lane = lane
         self._clock = clock
         self._stepping = False
+        self._flights: deque[_Flight] = deque()
+        self._began = clock.now()  # when the eldest flight began, as far as is known here
+        self._typical_s = 0.0  # seconds per row of late steps
+        self._steps_ahead = 0
         self._run_s = 0.0  # in the runner
         self._step_s = 0.0  # in steps altogether
         self._failed_steps = 0
+        self._num_steps = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether a seq waits or runs. True does not promise that `step` finds something to do."""
-        return self._planner.has_work
+        """Whether a seq waits or runs, or a step does. True does not promise that `step` finds something to do."""
+        return self._planner.has_work or bool(self._flights)
 
     @property
     def is_stepping(self) -> bool:
-        return self._stepping
+        """Whether the runner has something to do."""
+        return bool(self._flights)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that are over."""
+        return self._num_steps
 
     async def step(self) -> StepOutput | None:
-        """Run one step; None if nothing can run now: something must come, land, be released or dropped first.
+        """Wait for one step's end, having begun it if need be; None if nothing can run now: something must come,
+        land, be released or dropped first.
 
         A runner that raises ends the seqs of its step (`StepOutput.failed`), not the engine. Cancelling waits for the
-        step and is delivered after it, so no plan is left half done.
+        step and is delivered after it, so no plan is left half done; one that was made ahead stays in flight, for
+        the next call.
         """
-        assert not self._stepping, "steps do not overlap"
-        began = self._clock.now()
-        plan = self._planner.plan()
-        if plan is None:
+        assert not self._stepping, "one caller at a time"
+        if not self._flights and not self._launch():
             return None
         self._stepping = True
         try:
             with anyio.CancelScope(shield=True):
-                return await self._run(plan)
+                return await self._land()
         finally:
             self._stepping = False
-            self._step_s += self._clock.now() - began
 
     @property
     def block_size(self) -> int:
@@ -106,25 +134,69 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot. `extra`: seconds in the runner and in steps, failed steps, recomputed tokens, promised blocks."""
         stats = self._planner.stats()
-        stats.extra.update(run_s=self._run_s, step_s=self._step_s, failed_steps=float(self._failed_steps))
+        stats.extra.update(
+            run_s=self._run_s,
+            step_s=self._step_s,
+            steps_ahead=float(self._steps_ahead),
+            failed_steps=float(self._failed_steps),
+        )
         return stats
 
     def check(self) -> None:
         """Assert all invariants of planner and pool: for tests, and when idle."""
         self._planner.check()
 
-    async def _run(self, plan: StepPlan) -> StepOutput:
+    def _launch(self) -> bool:
+        """Plan a step and hand it to the runner; False if nothing can be planned now."""
+        plan = self._planner.plan()
+        if plan is None:
+            return False
+        if not self._flights:
+            self._began = self._clock.now()
+        self._flights.append(_Flight(plan, self._lane.submit(self._timed, plan)))
+        return True
+
+    def _timed(self, plan: StepPlan) -> tuple[StepResult, float]:
+        """In the runner's thread: the result, and the seconds that it took."""
         began = self._clock.now()
+        result = self._runner.run(plan)
+        return result, self._clock.now() - began
+
+    async def _land(self) -> StepOutput:
+        """The eldest flight, to its end; the next one is planned before."""
+        flight = self._flights[0]
+        if len(self._flights) == 1:
+            with anyio.move_on_after(self._patience(flight.plan)) as patience:
+                await flight.ticket.wait()
+            if patience.cancelled_caught:
+                self._steps_ahead += self._launch()
+        await flight.ticket.wait()
+        self._flights.popleft()
+        began, self._began = self._began, self._clock.now()
+        self._step_s += self._began - began
+        self._num_steps += 1
+        output = self._settle(flight)
+        if not self._flights and not self._planner.wants_quiet:
+            self._launch()
+        return output
+
+    def _patience(self, plan: StepPlan) -> float:
+        """Seconds from now until the next step should be planned."""
+        expected_s = self._typical_s * plan.num_tokens
+        left_s = expected_s - (self._clock.now() - self._began)
+        return max(0.0, left_s - max(AHEAD_S, AHEAD_SHARE * expected_s))
+
+    def _settle(self, flight: _Flight) -> StepOutput:
+        plan = flight.plan
         try:
-            result: StepResult = await self._offload.run(self._runner.run, plan)
+            result, seconds = flight.ticket.result()
             check_result(plan, result)
+        except StepLost:
+            return self._planner.skip(plan)
         except Exception as exc:  # whatever a model or kernel may raise: this step's seqs pay, the others go on
             self._failed_steps += 1
             log.exception("engine.step_failed", step=plan.step, num_tokens=plan.num_tokens)
             return self._planner.fail(plan, f"{type(exc).__name__}: {exc}")
-        except BaseException:
-            self._planner.fail(plan, "interrupted")
-            raise
-        finally:
-            self._run_s += self._clock.now() - began
+        self._run_s += seconds
+        self._typical_s = seconds / plan.num_tokens
         return self._planner.commit(plan, result)

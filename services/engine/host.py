@@ -18,7 +18,7 @@ from shared.host_memory import free_memory_bytes
 from shared.ids import Incarnation, WorkerId
 from shared.messages import PROTOCOL_VERSION, Endpoint, Registration, Role
 from shared.model_path import model_name, resolve
-from shared.offload import Offload
+from shared.offload import Lane
 
 log = structlog.get_logger(__name__)
 WARM_UP_TOKENS = 64
@@ -90,7 +90,7 @@ class EngineHost:
     def block_bytes(self) -> int:
         return self.model.kv.block_bytes
 
-    async def start(self, buffer: memoryview, offload: Offload, clock: Clock) -> Engine:
+    async def start(self, buffer: memoryview, lane: Lane, clock: Clock) -> Engine:
         """Read the weights and warm up; seconds.
 
         :param buffer: the pool's memory, writable, `num_blocks * block_bytes` long.
@@ -98,9 +98,9 @@ class EngineHost:
         """
         started = clock.now()
         cfg = self.settings.engine
-        runner = await offload.run(self._load, buffer)
+        runner = await lane.run(self._load, buffer)
         pool = BlockPool(self.num_blocks, cfg.block_size)
-        engine = Engine(Planner(pool, self._limits(cfg)), runner, offload, clock)
+        engine = Engine(Planner(pool, self._limits(cfg)), runner, lane, clock)
         log.info(
             "engine.ready",
             model=self.model.spec.name,
@@ -164,7 +164,7 @@ def stalled(engine: Engine, clock: Clock, limit_s: float) -> Callable[[], tuple[
     last = {"steps": -1, "since": clock.now()}
 
     def probe() -> tuple[bool, dict[str, object]]:
-        steps = engine.stats().steps
+        steps = engine.num_steps
         if steps != last["steps"] or not engine.is_stepping:
             last.update(steps=steps, since=clock.now())
         stuck_s = clock.now() - last["since"]

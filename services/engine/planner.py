@@ -1,15 +1,18 @@
 """Which rows run next. The life of a seq here stands in `seq.py`, that of a block in `block_pool.py`.
 
 `plan()` gives out blocks and rows, `commit()` moves the seqs on by what the runner answered; between the two, blocks
-that the plan names stay where they are. Decode rows go first, then chunks of prompts, then new seqs from the waiting
-line, all in order of rank: priority, then arrival, where a level of priority is worth a number of arrivals (`seq.py`).
+that the plan names stay where they are. One more plan may be made while one is in flight, so that the next step begins
+as soon as this one ends: its decode rows have tokens that are `PENDING`, and it takes nothing from anybody.
+
+Decode rows go first, then chunks of prompts, then new seqs from the waiting line, all in order of rank: priority, then
+arrival, where a level of priority is worth a number of arrivals (`seq.py`).
 
 Every seq ends as long as one fits the pool alone: a running seq that needs a block takes it from the last in rank, so
 the eldest always goes on; nothing takes blocks from the eldest, and no reservation passes the head of the waiting
 line unless the head would still fit (`rationing.py`).
 """
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from services.engine.block_pool import BlockPool
@@ -19,6 +22,7 @@ from services.engine.roster import Roster
 from services.engine.seq import Seq, SeqState, ends_with
 from services.engine.seq_blocks import SeqBlocks
 from services.engine.types import (
+    PENDING,
     EngineStats,
     PlanItem,
     Reservation,
@@ -41,6 +45,7 @@ class PlannerLimits:
     max_num_batched_tokens: int
     max_model_len: int
     prefix_caching: bool = True
+    look_ahead: bool = True  # plan while a plan is in flight
 
 
 @dataclass(slots=True)
@@ -50,6 +55,7 @@ class _Draft:
     seats: int
     tokens_left: int
     rows: dict[Seq, int] = field(default_factory=dict)
+    is_short: bool = False  # a plan ahead: somebody has a right to blocks that only preemption can give
 
     def give(self, seq: Seq) -> None:
         """As many rows as the seq wants and the budget has."""
@@ -62,7 +68,7 @@ class _Draft:
 
 
 class Planner:
-    """Pure: no clock, no await, no tensor. One plan is in flight at most."""
+    """Pure: no clock, no await, no tensor. Two plans are in flight at most."""
 
     def __init__(self, pool: BlockPool, limits: PlannerLimits) -> None:
         assert limits.max_num_seqs > 0
@@ -74,8 +80,8 @@ class Planner:
         self._blocks = SeqBlocks(pool, prefix_caching=limits.prefix_caching)
         self._progress = Progress(pool, self._blocks, self._roster, limits.max_model_len)
         self._rationing = Rationing(pool, self._blocks, self._roster, limits.max_model_len)
-        self._in_flight: StepPlan | None = None
-        self._in_flight_ids: frozenset[SeqId] = frozenset()
+        self._flights: deque[StepPlan] = deque()
+        self._wants_quiet = False  # nothing is planned ahead until nothing is in flight
         self._step = 0
         self._num_preempted = 0  # since the last step output
         self._preemptions = 0
@@ -89,6 +95,11 @@ class Planner:
         """Whether a seq waits or runs (`plan` may still find nothing that fits)."""
         return bool(self._roster.waiting or self._roster.running)
 
+    @property
+    def wants_quiet(self) -> bool:
+        """Somebody waits until nothing is in flight: first ask again for what could not be reserved, then plan."""
+        return self._wants_quiet
+
     # --- seqs come and go: legal at any time, also while a plan is in flight ------------------------
 
     def add(self, spec: SeqSpec) -> None:
@@ -98,7 +109,8 @@ class Planner:
 
     def reserve(self, spec: SeqSpec) -> Reservation | None:
         """Blocks for a prompt whose KV another worker sends, hits pinned; None, and no change, if they cannot be had
-        now. While a step is in flight its seqs keep their blocks: ask again after the step.
+        now. While steps are in flight their seqs keep their blocks: ask again after each step; after the next one
+        nothing is in flight.
 
         A spec within its credit takes back what running seqs have beyond theirs; any spec takes from running seqs
         of lower priority. The reserved blocks stay untouched until `land` or `drop`.
@@ -106,8 +118,9 @@ class Planner:
         assert not spec.prefill_only
         seq = self._make(spec)
         quote = self._blocks.quote(seq, len(seq.tokens))
-        victims = self._rationing.to_reserve(seq, quote, self._in_flight_ids)
+        victims = self._rationing.to_reserve(seq, quote)
         if victims is None:
+            self._wants_quiet = bool(self._flights)
             return None
         for victim in victims:
             self._preempt(victim)
@@ -129,7 +142,7 @@ class Planner:
         assert seq.state is SeqState.LANDING, f"seq {seq_id} is {seq.state.value}"
         assert first.index == seq.num_output, f"seq {seq_id}: first token {first.index}, expected {seq.num_output}"
         self._pool.end_landing(seq.table[seq.num_hit_blocks :])
-        seq.num_computed = seq.high_water = len(seq.tokens)
+        seq.num_computed = seq.num_planned = seq.high_water = len(seq.tokens)
         self._blocks.fill(seq, seq.num_hit_blocks, seq.num_computed // self._pool.block_size)
         seq.tokens.append(first.token_id)
         seq.num_cached_tokens = first.num_cached_tokens
@@ -144,7 +157,7 @@ class Planner:
             return
         landing = seq.table[seq.num_hit_blocks :]
         if seq.state is SeqState.ABORTED:
-            if seq_id not in self._in_flight_ids:  # else it is a running seq that was aborted: commit's business
+            if not seq.num_flights:  # else it is a running seq that was aborted: commit's business
                 self._pool.end_quarantine(landing)
                 self._roster.forget(seq)
             return
@@ -161,10 +174,8 @@ class Planner:
         if seq.state is SeqState.LANDING:
             self._blocks.quarantine(seq)
             self._roster.move(seq, SeqState.ABORTED)
-        elif seq_id in self._in_flight_ids:
-            self._roster.move(seq, SeqState.ABORTED)
         else:
-            self._retire(seq)
+            self._progress.end(seq)
 
     def release(self, seq_id: SeqId) -> None:
         """The reader of a handed-off seq is done: full blocks become cached, the partial one free. Idempotent."""
@@ -177,39 +188,49 @@ class Planner:
     # --- a step -------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if nothing can run. Must be followed by `commit` or `fail`."""
-        assert self._in_flight is None, "the last plan is still in flight"
+        """The next step, or None if nothing can run. Each plan is followed by its `commit`, `fail` or `skip`, in
+        order.
+
+        Ahead, while another plan is in flight, None means only: not now, ask when nothing is.
+        """
+        ahead = bool(self._flights)
+        if ahead and not self._may_look_ahead():
+            return None
         limits = self._limits
         draft = _Draft(min(limits.max_num_seqs, limits.max_num_batched_tokens), limits.max_num_batched_tokens)
-        self._plan_running(draft)
-        self._admit(draft)
-        if not draft.rows:
+        self._plan_running(draft, ahead)
+        if not draft.is_short:
+            self._admit(draft, ahead)
+        if draft.is_short or not draft.rows:
             return None
+        self._wants_quiet = False
         self._step += 1
+        digests = self._progress.blocks_to_digest(draft.rows)
         items = tuple(self._item(seq, num_rows) for seq, num_rows in draft.rows.items())
-        plan = StepPlan(self._step, items, digest_blocks=self._progress.blocks_to_digest(draft.rows))
-        self._in_flight = plan
-        self._in_flight_ids = frozenset(item.seq_id for item in items)
+        after = self._flights[-1].step if ahead else 0
+        plan = StepPlan(self._step, items, digest_blocks=digests, after=after)
+        self._flights.append(plan)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        """Move the seqs of the plan on. `result` must be aligned with the plan (`check_result`)."""
+        """Move the seqs of the eldest plan in flight on. `result` must be aligned with it (`check_result`)."""
         self._land_plan(plan)
         return self._progress.apply(plan, result, self._take_num_preempted())
 
     def fail(self, plan: StepPlan, reason: str) -> StepOutput:
-        """The runner could not run the plan: its seqs are gone, and what they wrote is forgotten."""
+        """The runner could not run the eldest plan in flight: its seqs are gone, and what they wrote is forgotten."""
         self._land_plan(plan)
-        failed: list[tuple[SeqId, str]] = []
-        for item in plan.items:
-            seq = self._roster.get(item.seq_id)
-            assert seq is not None
-            if seq.state is not SeqState.ABORTED:
-                failed.append((item.seq_id, reason))
-            self._retire(seq)
-        return StepOutput(
-            failed=tuple(failed), kv_events=self._pool.drain_events(), num_preempted=self._take_num_preempted()
-        )
+        failed = self._progress.fail(plan, reason)
+        self._wants_quiet = bool(self._flights)  # the next one may be skipped: nothing can be built on it
+        return StepOutput(failed=failed, kv_events=self._pool.drain_events(), num_preempted=self._take_num_preempted())
+
+    def skip(self, plan: StepPlan) -> StepOutput:
+        """The runner has not begun the eldest plan in flight, as it waits for tokens of a step that failed: its other
+        seqs will be planned again."""
+        self._land_plan(plan)
+        assert not self._flights, "a plan was built on one that is skipped"
+        self._progress.skip(plan)
+        return StepOutput(kv_events=self._pool.drain_events(), num_preempted=self._take_num_preempted())
 
     def drain_events(self) -> tuple[Stored | Removed, ...]:
         """Cache changes that no step has reported yet."""
@@ -249,12 +270,15 @@ class Planner:
         pinned: set[BlockId] = set()
         num_landing = num_quarantined = 0
         for seq in self._roster:
-            quarantined = seq.state is SeqState.ABORTED and seq.spec.seq_id not in self._in_flight_ids
+            quarantined = seq.state is SeqState.ABORTED and not seq.num_flights
             num_quarantined += seq.table_len if quarantined else 0
             num_landing += seq.table_len - seq.num_hit_blocks if seq.state is SeqState.LANDING else 0
             holders.update(() if quarantined else seq.table)
             pinned.update(seq.table[: seq.num_announced])
-            assert seq.num_computed <= seq.table_len * self._pool.block_size
+            assert seq.num_computed <= seq.num_planned <= seq.table_len * self._pool.block_size
+            assert seq.num_flights == sum(
+                item.seq_id == seq.spec.seq_id for plan in self._flights for item in plan.items
+            )
         census = self._pool.census()
         assert all(self._pool.refs(BlockId(b)) == holders[BlockId(b)] for b in range(self._pool.total))
         assert self._pool.promised == sum(seq.promised for seq in self._roster)
@@ -277,41 +301,63 @@ class Planner:
         last = seq.tokens[-1] if seq.num_output else None
         return ends_with(seq.spec.sampling, last, seq.num_output, len(seq.tokens), self._limits.max_model_len)
 
-    def _plan_running(self, draft: _Draft) -> None:
+    def _may_look_ahead(self) -> bool:
+        """Whether the next step can be planned before this one's tokens are known."""
+        if not self._limits.look_ahead or self._wants_quiet or len(self._flights) > 1:
+            return False
+        return all(seq.is_plain or not seq.num_pending for seq in self._roster.running)
+
+    def _plan_running(self, draft: _Draft, ahead: bool) -> None:
         """Rows for seqs that have blocks already: one-row (decode) seqs first, then chunks. Only the first `seats`
         in rank get any, so that a long prompt among many short answers still gets its turn."""
         seated = self._roster.running[: draft.seats]
+        if ahead:
+            seated = [seq for seq in seated if not seq.num_pending or self._goes_on(seq)]
+        chunks: list[Seq] = []
         for seq in seated:
-            if not draft.tokens_left:
+            if not draft.tokens_left or draft.is_short:
                 return
-            if seq.state is SeqState.RUNNING and seq.num_remaining == 1 and self._has_slot(seq):
+            if seq.state is not SeqState.RUNNING:
+                continue  # preempted just now
+            if seq.num_remaining > 1:
+                chunks.append(seq)
+            elif self._has_slot(seq, draft, ahead):
                 draft.give(seq)
-        for seq in seated:
+        for seq in chunks:
             if not draft.tokens_left:
                 return
-            if seq.state is SeqState.RUNNING and seq.num_remaining > 1:
+            if seq.state is SeqState.RUNNING:
                 draft.give(seq)
 
-    def _has_slot(self, seq: Seq) -> bool:
+    def _goes_on(self, seq: Seq) -> bool:
+        """Whether a seq wants another row after its pending token, as far as can be known (it may yet be a stop)."""
+        total = len(seq.tokens) + seq.num_pending
+        most = seq.spec.num_prompt_tokens + seq.spec.sampling.max_tokens
+        return total < min(most, self._limits.max_model_len) and not seq.spec.prefill_only
+
+    def _has_slot(self, seq: Seq, draft: _Draft, ahead: bool) -> bool:
         """Whether the seq's table covers all its tokens, if need be at the cost of seqs behind it in rank. (Those have
         no rows yet in this step, so no planned row is lost.)"""
         while seq.table_len < seq.num_blocks:
             if self._blocks.grow(seq):
                 continue
-            victim = self._rationing.victim(seq)
+            draft.is_short = ahead
+            victim = None if ahead else self._rationing.victim(seq)
             if victim is None:
                 return False
             self._preempt(victim)
         return True
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: _Draft, ahead: bool) -> None:
         """Start waiting seqs in order until one does not fit."""
         roster = self._roster
         while roster.waiting and len(roster.running) < draft.seats and draft.tokens_left:
             seq = roster.waiting[0]
             quote = self._blocks.quote(seq, len(seq.tokens) - 1)  # one row at least: its result is the next token
             victims = self._rationing.to_start(quote)
-            if victims is None:
+            if ahead and (victims or (victims is None and quote.within_credit)):
+                draft.is_short = True
+            if victims is None or draft.is_short:
                 return
             for victim in victims:
                 draft.take_back(victim)
@@ -322,7 +368,7 @@ class Planner:
             draft.give(seq)
 
     def _preempt(self, seq: Seq) -> None:
-        assert seq.spec.seq_id not in self._in_flight_ids
+        assert not seq.num_flights
         self._blocks.surrender(seq)
         self._roster.move(seq, SeqState.PREEMPTED)
         self._num_preempted += 1
@@ -333,15 +379,20 @@ class Planner:
         self._roster.forget(seq)
 
     def _item(self, seq: Seq, num_rows: int) -> PlanItem:
-        start, sample = seq.num_computed, None
+        """The seq's rows as the runner wants them. Mutates what the seq has in flight."""
+        start, sample = seq.num_planned, None
+        tokens = tuple(seq.tokens[start : start + num_rows]) or (PENDING,)
         if num_rows == seq.num_remaining:
-            spec = seq.spec
-            sample = SampleSpec(spec.sampling, spec.choice, len(seq.tokens), seq.tokens, spec.num_prompt_tokens)
-        return PlanItem(seq.spec.seq_id, tuple(seq.tokens[start : start + num_rows]), start, seq.table, sample)
+            position = len(seq.tokens) + seq.num_pending
+            sample = SampleSpec(seq.spec.sampling, seq.spec.choice, position, seq.tokens, seq.spec.num_prompt_tokens)
+            seq.num_pending += 1
+        seq.num_planned += num_rows
+        seq.num_flights += 1
+        return PlanItem(seq.spec.seq_id, tokens, start, seq.table, sample)
 
     def _land_plan(self, plan: StepPlan) -> None:
-        assert plan is self._in_flight, "not the plan in flight"
-        self._in_flight, self._in_flight_ids = None, frozenset()
+        assert self._flights, "no plan in flight"
+        assert plan is self._flights.popleft(), "not the eldest plan in flight"
 
     def _take_num_preempted(self) -> int:
         taken, self._num_preempted = self._num_preempted, 0

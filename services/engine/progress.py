@@ -50,7 +50,7 @@ class Progress:
 
     def start_from_hits(self, seq: Seq) -> None:
         """The seq just got its blocks: its hits are computed already. Counted once per seq."""
-        seq.num_computed = seq.num_hit_blocks * self._pool.block_size
+        seq.num_computed = seq.num_planned = seq.num_hit_blocks * self._pool.block_size
         seq.high_water = max(seq.high_water, seq.num_computed)
         if not seq.admitted:
             seq.admitted = True
@@ -58,14 +58,16 @@ class Progress:
             self.counts.prompt_tokens_cached += seq.num_cached_tokens
 
     def blocks_to_digest(self, rows: dict[Seq, int]) -> tuple[BlockId, ...]:
-        """Blocks that `rows` let a prefill-only seq announce and whose digests are not known yet."""
+        """Blocks that `rows` let a prefill-only seq announce and whose digests are neither known nor in flight."""
         wanted: dict[BlockId, None] = {}
         for seq, num_rows in rows.items():
             if not seq.spec.prefill_only:
                 continue
-            for block in seq.table[seq.num_announced : self._num_announceable(seq, seq.num_computed + num_rows)]:
+            end = self._num_announceable(seq, seq.num_planned + num_rows)
+            for block in seq.table[seq.num_digested : end]:
                 if self._pool.digest(block) is None:
                     wanted[block] = None
+            seq.num_digested = end
         return tuple(wanted)
 
     def apply(self, plan: StepPlan, result: StepResult, num_preempted: int) -> StepOutput:
@@ -76,8 +78,7 @@ class Progress:
         for item, sampled in zip(plan.items, result.sampled, strict=True):
             seq = self._roster.get(item.seq_id)
             assert seq is not None
-            if seq.state is SeqState.ABORTED:
-                self._retire(seq)
+            if self._is_over(seq, item):
                 continue
             self._advance(seq, item, report)
             if sampled:
@@ -92,6 +93,42 @@ class Progress:
             num_tokens=plan.num_tokens,
             num_preempted=num_preempted,
         )
+
+    def fail(self, plan: StepPlan, reason: str) -> tuple[tuple[SeqId, str], ...]:
+        """The seqs of a plan that was not run are over; those that the caller does not know to be."""
+        failed: list[tuple[SeqId, str]] = []
+        for item in plan.items:
+            seq = self._roster.get(item.seq_id)
+            assert seq is not None
+            if not self._is_over(seq, item):
+                failed.append((item.seq_id, reason))
+                self.end(seq)
+        return tuple(failed)
+
+    def skip(self, plan: StepPlan) -> None:
+        """As if the plan had never been made. No later one is in flight."""
+        for item in plan.items:
+            seq = self._roster.get(item.seq_id)
+            assert seq is not None
+            if not self._is_over(seq, item):
+                seq.num_planned = item.start
+                seq.num_digested = seq.num_announced
+
+    def end(self, seq: Seq) -> None:
+        """The seq is over: its blocks go back, at once or when no step in flight names them."""
+        if seq.num_flights:
+            self._roster.move(seq, SeqState.ABORTED)
+        else:
+            self._retire(seq)
+
+    def _is_over(self, seq: Seq, item: PlanItem) -> bool:
+        """Take the item out of flight; whether its seq had ended before."""
+        seq.num_flights -= 1
+        seq.num_pending -= item.sample is not None
+        if seq.state is not SeqState.ABORTED:
+            return False
+        self.end(seq)
+        return True
 
     def _advance(self, seq: Seq, item: PlanItem, report: _Report) -> None:
         """The KV of the item's rows is in the pool now."""
@@ -120,10 +157,11 @@ class Progress:
             finish = ends_with(seq.spec.sampling, token, seq.num_output, len(seq.tokens), self._max_model_len)
             if finish or seq.spec.prefill_only:
                 break
+        assert len(kept) == 1 or not seq.num_flights, "a plan ahead reckoned with one token"
         self.counts.output_tokens += len(kept)
         report.outputs.append(SeqOutput(seq.spec.seq_id, index, tuple(kept), finish, seq.num_cached_tokens))
         if finish:
-            self._retire(seq)
+            self.end(seq)
         elif seq.spec.prefill_only:
             self._announce(
                 seq, FirstToken(index=index, token_id=kept[0], num_cached_tokens=seq.num_cached_tokens), report

@@ -2,6 +2,7 @@
 
 import torch
 
+from services.engine.last_tokens import LastTokens
 from services.engine.model import Model
 from services.engine.model_spec import KVDtype, kv_spec
 from services.engine.sampler import sample
@@ -49,6 +50,7 @@ class ModelRunner:
         assert not region.readonly, "the region must be writable"
         assert region.nbytes == num_blocks * self.block_bytes, "the region must hold exactly num_blocks blocks"
         self._model, self._num_threads = model, num_threads
+        self._last = LastTokens()
         self._bytes = region.cast("B")
         self._pool = torch.frombuffer(self._bytes, dtype=_TORCH_DTYPES[kv_dtype]).view(
             num_blocks, spec.num_kv_heads, spec.num_layers, 2, block_size, spec.head_dim
@@ -64,16 +66,18 @@ class ModelRunner:
 
         :raises ModelError: the logits are not finite.
         """
+        pending = self._last.take(plan)
         self._copy(plan.copies)
         sampled: list[tuple[int, ...]] = [()] * len(plan.items)
         if plan.items:
-            batch = build_batch(plan.items, self.block_size)
+            batch = build_batch(plan.items, self.block_size, pending)
             logits = self._model.forward(batch, self._pool, self._num_threads)
             wanted = [(i, item.sample) for i, item in enumerate(plan.items) if item.sample is not None]
             for (i, _), token in zip(
                 wanted, sample(logits, [spec for _, spec in wanted], self._num_threads), strict=True
             ):
                 sampled[i] = (token,)
+        self._last.put(plan, sampled)
         return StepResult(tuple(sampled), tuple(self._digest(block) for block in plan.digest_blocks))
 
     def warm_up(self, num_tokens: int) -> None:

@@ -57,6 +57,11 @@ def ends_with(
     return None
 
 
+def is_plain(sampling: SamplingParams) -> bool:
+    """Whether the next token can be chosen before this host has seen the last one: no penalty looks at it."""
+    return not sampling.presence_penalty and not sampling.frequency_penalty and sampling.repetition_penalty == 1.0
+
+
 @dataclass(slots=True, eq=False)
 class Seq:
     """Numbers of one seq. Only the planner and its helpers write them."""
@@ -67,10 +72,14 @@ class Seq:
     credit: int  # blocks that it may have by right
     due: int = field(init=False)  # when its turn is, in arrivals
     rank: tuple[int, int] = field(init=False)  # whose turn it is: lower is served first, never preempted for higher
+    is_plain: bool = field(init=False)  # how to choose a token does not depend on the token before
     tokens: list[int] = field(init=False)
     hashes: list[BlockHash] = field(init=False)  # of full blocks, extended on demand
     state: SeqState = SeqState.WAITING
     num_computed: int = 0  # tokens whose KV is in the pool
+    num_planned: int = 0  # those, and the ones whose rows are in flight
+    num_pending: int = 0  # tokens that steps in flight will sample
+    num_flights: int = 0  # steps in flight that name it
     promised: int = 0  # credit not yet taken
     num_shared: int = 0  # blocks whose credit was given back, because another seq held them already
     num_cached_tokens: int = 0  # prompt tokens found cached at the first start
@@ -78,6 +87,7 @@ class Seq:
     started: bool = False  # got rows at least once
     high_water: int = 0  # most tokens ever computed: what lies below is recomputed work
     num_announced: int = 0  # prefill only: leading blocks announced so far
+    num_digested: int = 0  # prefill only: leading blocks whose digests are known or in flight
     num_hit_blocks: int = 0  # leading blocks of the table that were hits
     _table: list[BlockId] = field(default_factory=list)
     _frozen_table: tuple[BlockId, ...] | None = None
@@ -85,6 +95,7 @@ class Seq:
     def __post_init__(self) -> None:
         self.due = self.arrival + self.spec.priority * ARRIVALS_PER_LEVEL
         self.rank = (self.due, self.arrival)
+        self.is_plain = is_plain(self.spec.sampling)
         self.tokens = list(self.spec.token_ids)
         self.hashes = list(self.spec.block_hashes)
 
@@ -96,7 +107,7 @@ class Seq:
     @property
     def num_remaining(self) -> int:
         """Rows that it wants before its next token can be sampled."""
-        return len(self.tokens) - self.num_computed
+        return len(self.tokens) + self.num_pending - self.num_planned
 
     @property
     def num_output(self) -> int:
@@ -104,8 +115,8 @@ class Seq:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that its tokens need."""
-        return -(-len(self.tokens) // self.block_size)
+        """Blocks that its tokens need, pending ones included."""
+        return -(-(len(self.tokens) + self.num_pending) // self.block_size)
 
     @property
     def table_len(self) -> int:

@@ -112,4 +112,5 @@ class SeqBlocks:
 
     def _reset(self, seq: Seq) -> None:
         seq.clear_table()
-        seq.promised = seq.num_shared = seq.num_hit_blocks = seq.num_computed = 0
+        seq.promised = seq.num_shared = seq.num_hit_blocks = seq.num_computed = seq.num_planned = 0
+        seq.num_pending = seq.num_digested = 0

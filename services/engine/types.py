@@ -42,12 +42,16 @@ class SampleSpec:
     num_prompt_tokens: int = 0  # of those; the others are output, which penalties and grammars are functions of
 
 
+PENDING = -1
+"""In a plan made while another is in flight: the token that the other one samples for the same seq."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlanItem:
     """The rows of one seq in one step: decode is one row, a prefill chunk is many."""
 
     seq_id: SeqId
-    token_ids: tuple[int, ...]  # new tokens, [num_rows]
+    token_ids: tuple[int, ...]  # new tokens, [num_rows]; a lone `PENDING` if the token is not known yet
     start: int  # position of the first row = tokens whose KV is already in the pool
     block_table: tuple[BlockId, ...]  # covers start + num_rows tokens
     sample: SampleSpec | None  # None: a chunk that is not the last
@@ -59,6 +63,7 @@ class StepPlan:
     items: tuple[PlanItem, ...]
     copies: tuple[tuple[BlockId, BlockId], ...] = ()  # copy on write (source, target), before the step
     digest_blocks: tuple[BlockId, ...] = ()  # blocks to digest after the step
+    after: int = 0  # the step that was in flight when this one was planned, and on which it builds; 0 = none
 
     @property
     def num_tokens(self) -> int:
@@ -74,7 +79,10 @@ class StepResult:
 
 
 class Runner(Protocol):
-    """Executes plans over one KV pool. Called from one thread at a time, never from the event loop."""
+    """Executes plans over one KV pool, in order. Called from one thread at a time, never from the event loop.
+
+    A plan's `PENDING` tokens are those that the step `plan.after` sampled; if that one failed, `run` raises `StepLost`.
+    """
 
     @property
     def block_bytes(self) -> int: ...

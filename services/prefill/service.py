@@ -8,7 +8,7 @@ from services.prefill.worker import PrefillWorker
 from services.transfer import Identity, Region, socket_source
 from shared.health import Probes, serve_http
 from shared.metrics import Metrics
-from shared.offload import ThreadOffload
+from shared.offload import ThreadLane
 from shared.process import Process
 from shared.worker_cell import WorkerCell
 
@@ -27,7 +27,7 @@ async def serve(process: Process) -> None:
     cell = WorkerCell.of(process)
     host = EngineHost.open(settings)
     region = Region.create(host.num_blocks, host.block_bytes)
-    engine = await host.start(region.buffer, ThreadOffload(1), clock)
+    engine = await host.start(region.buffer, ThreadLane("engine"), clock)
     identity = Identity(process.incarnation, host.model.fingerprint)
     key = await cell.leases.deployment_key()
     where = settings.worker

@@ -4,6 +4,7 @@ The model knows each seq's answer from the fake model's definition alone. After 
 at the end every seq that nobody aborted has given its whole answer, once, and every block is takeable again.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.engine.fake_runner import fake_answer
+from services.engine.last_tokens import StepLost
 from services.engine.types import Filled, SeqSpec, StepOutput, StepPlan
 from shared.ids import BlockId
 from shared.messages import FirstToken, Stored
@@ -40,7 +42,7 @@ class PlannerMachine(RuleBasedStateMachine):
         self.rig = Rig(num_blocks, seqs=seqs, budget=budget, caching=caching)
         self.planner = self.rig.planner
         self.known: dict[str, Known] = {}
-        self.plan: StepPlan | None = None
+        self.plans: list[StepPlan] = []  # in flight, the eldest first
         self.aborted_in_flight: set[str] = set()
         self.index: set[bytes] = set()  # what a prefix index would believe
         self.count = 0
@@ -121,41 +123,56 @@ class PlannerMachine(RuleBasedStateMachine):
 
     # --- steps ------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.plan is None)
+    @precondition(lambda self: len(self.plans) < 2)
     @rule()
     def plan_step(self) -> None:
-        self.plan = self.planner.plan()
+        plan = self.planner.plan()
+        if plan is not None:
+            self.plans.append(plan)
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.plans)
     @rule()
     def commit(self) -> None:
-        assert self.plan is not None
-        out = self.planner.commit(self.plan, self.rig.runner.run(self.plan))
-        assert out.num_tokens == self.plan.num_tokens
-        self.plan = None
+        plan = self.plans.pop(0)
+        try:
+            result = self.rig.runner.run(plan)
+        except StepLost:
+            self.take(self.planner.skip(plan))
+            return
+        out = self.planner.commit(plan, result)
+        assert out.num_tokens == plan.num_tokens
         self.take(out)
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.plans)
     @rule(luck=st.integers(0, 5))
     def fail(self, luck: int) -> None:
-        """Now and then the runner dies in the middle of its writing."""
-        if luck or self.plan is None:
+        """Now and then the runner dies, in the middle of its writing or before."""
+        if luck > 1:
             return
-        self.rig.runner.run(self.plan)
-        out = self.planner.fail(self.plan, "boom")
-        alive = {item.seq_id for item in self.plan.items if self.known[item.seq_id].phase == "active"}
+        plan = self.plans.pop(0)
+        if luck:
+            with suppress(StepLost):
+                self.rig.runner.run(plan)
+        self.fail_one(plan)
+
+    def fail_one(self, plan: StepPlan) -> None:
+        out = self.planner.fail(plan, "boom")
+        alive = {item.seq_id for item in plan.items if self.known[item.seq_id].phase == "active"}
         assert {seq_id for seq_id, _ in out.failed} == alive
         for seq_id in alive:
             self.known[seq_id].phase = "over"
-        self.plan = None
         self.take(out)
 
-    @precondition(lambda self: self.plan is None)
     @rule(num_steps=st.integers(1, 8))
     def steps(self, num_steps: int) -> None:
+        """As an engine does it: the next plan is made before the last one's result is in."""
         for _ in range(num_steps):
-            self.plan_step()
-            if self.plan is None:
+            while len(self.plans) < 2:
+                before = len(self.plans)
+                self.plan_step()
+                if len(self.plans) == before:
+                    break
+            if not self.plans:
                 return
             self.commit()
 
@@ -182,13 +199,12 @@ class PlannerMachine(RuleBasedStateMachine):
         """Let everything end: each seq does, with its whole answer, and the pool is whole again."""
         if not hasattr(self, "rig"):
             return
-        if self.plan is not None:
-            self.commit()
         for _ in range(2000):
-            if not self.in_phase("active", "landing", "quarantined", "handed_off"):
+            if not self.plans and not self.in_phase("active", "landing", "quarantined", "handed_off"):
                 break
-            self.plan_step()
-            if self.plan is not None:
+            if len(self.plans) < 2:
+                self.plan_step()
+            if self.plans:
                 self.commit()
             else:
                 self.resolve_one()
