@@ -16,6 +16,8 @@ from shared.errors import ConfigError
 
 PREFIX = "BATON_"
 FILE_VARIABLE = "BATON_CONFIG"
+DRAIN_S = 30.0
+"""After SIGTERM, what was begun may take so long to end. Whoever sends it must wait longer before a SIGKILL."""
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,6 +43,7 @@ class GatewayConfig(Section, frozen=True):
     host: str = "127.0.0.1"
     port: int = 8000
     max_queued: int = 512  # requests waiting for dispatch; beyond: 429
+    queue_timeout_s: float = 300.0  # an HTTP request that waits longer for dispatch gets 503
     max_body_bytes: int = 8 << 20
     default_max_tokens: int = 256  # chat completions that name none
     prefix_salt: str = ""  # scopes prefix sharing to deployments of the same salt
@@ -48,6 +51,18 @@ class GatewayConfig(Section, frozen=True):
     max_submissions: int = 256  # of the Redis queue, in work here at once; others stay in the stream
     submission_lease_s: float = 10.0  # a gateway silent for so long loses its submissions to another
     result_ttl_s: float = 3600.0  # results of submissions stay so long after their last entry
+    max_prompt_tokens: int = 0  # of one prompt; 0 = what the model takes
+    # the edge: SECURITY.md
+    internal_host: str = "127.0.0.1"  # /metrics and /debug, which the public port does not have
+    internal_port: int = 0  # 0 = any free port
+    require_key: Literal["auto", "on", "off"] = "auto"  # auto: from the first `baton keys add` on
+    cache_salt: Literal["deployment", "tenant"] = "deployment"  # who may hit whose cached prefixes
+    tls_cert: str = ""  # PEM files; both or none
+    tls_key: str = ""
+    cors_origins: tuple[str, ...] = ()  # of browsers' pages that may ask; "*" = any
+    header_timeout_s: float = 10.0  # a request's line and headers arrive within it, or the connection ends
+    body_timeout_s: float = 60.0  # the same for its body
+    max_connections: int = 4096
 
 
 class SchedulerConfig(Section, frozen=True):
@@ -81,6 +96,8 @@ class EngineConfig(Section, frozen=True):
     memory_share: float = 1.0  # this worker's part of that budget
     num_blocks: int = 0  # 0 = from the memory budget
     prefix_caching: bool = True
+    look_ahead: bool = True  # plan the next step while one runs
+    park_bytes: int = 256 << 20  # host memory for the KV of preempted seqs; 0 = they are computed again
 
 
 class WorkerConfig(Section, frozen=True):
@@ -128,13 +145,17 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] | None = Non
     env = dict(os.environ if environ is None else environ)
     chosen = path or env.get(FILE_VARIABLE)
     raw = _read_toml(Path(chosen)) if chosen else {}
+    variables: dict[str, str] = {}  # where a value came from, by its path as an error of msgspec names it
     for name, value in sorted(env.items()):
         if name.startswith(PREFIX) and name != FILE_VARIABLE:
-            _overlay(raw, name, value)
+            variables[_overlay(raw, name, value)] = name
     try:
         settings = msgspec.convert(raw, Settings, strict=False)
     except msgspec.ValidationError as exc:
-        raise ConfigError(f"configuration: {exc}") from None
+        _, _, path_of_fault = str(exc).rpartition("`$.")
+        variable = variables.get(path_of_fault.rstrip("`").partition("[")[0])
+        where = f"environment variable {variable}" if variable else "configuration"
+        raise ConfigError(f"{where}: {exc}") from None
     _check(settings)
     return settings
 
@@ -164,12 +185,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"configuration file {path}: {exc}") from None
 
 
-def _overlay(raw: dict[str, Any], name: str, value: str) -> None:
-    """Put one environment variable into the raw tree. Mutates `raw`."""
+def _overlay(raw: dict[str, Any], name: str, value: str) -> str:
+    """Put one environment variable into the raw tree. Mutates `raw`. The path of what it sets: `section.field`."""
     key = name.removeprefix(PREFIX).lower()
     if key in ("log_format", "log_level"):
         raw[key] = value
-        return
+        return key
     section, _, field = key.partition("_")
     if section not in _SECTIONS:
         raise ConfigError(f"environment variable {name}: there is no section {section!r}")
@@ -181,6 +202,7 @@ def _overlay(raw: dict[str, Any], name: str, value: str) -> None:
         raise ConfigError(f"configuration: {section!r} must be a table")
     is_list = isinstance(getattr(kind(), field), tuple)
     tree[field] = [v for v in value.split(",") if v] if is_list else value
+    return f"{section}.{field}"
 
 
 def _check(s: Settings) -> None:
@@ -195,9 +217,13 @@ def _check(s: Settings) -> None:
         "gateway.max_queued": s.gateway.max_queued,
         "gateway.default_max_tokens": s.gateway.default_max_tokens,
         "gateway.client_stall_s": s.gateway.client_stall_s,
+        "gateway.queue_timeout_s": s.gateway.queue_timeout_s,
         "gateway.max_submissions": s.gateway.max_submissions,
         "gateway.submission_lease_s": s.gateway.submission_lease_s,
         "gateway.result_ttl_s": s.gateway.result_ttl_s,
+        "gateway.header_timeout_s": s.gateway.header_timeout_s,
+        "gateway.body_timeout_s": s.gateway.body_timeout_s,
+        "gateway.max_connections": s.gateway.max_connections,
         "scheduler.max_attempts": s.scheduler.max_attempts,
         "scheduler.priority_level_s": s.scheduler.priority_level_s,
         "transfer.hold_s": s.transfer.hold_s,
@@ -208,5 +234,7 @@ def _check(s: Settings) -> None:
     for field, share in (("memory_fraction", s.engine.memory_fraction), ("memory_share", s.engine.memory_share)):
         if not 0 < share <= 1:
             raise ConfigError(f"configuration: engine.{field} must be in (0, 1], got {share}")
+    if bool(s.gateway.tls_cert) != bool(s.gateway.tls_key):
+        raise ConfigError("configuration: gateway.tls_cert and gateway.tls_key go together")
     if not s.transfer.transports:
         raise ConfigError("configuration: transfer.transports must name at least one transport")

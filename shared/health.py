@@ -18,7 +18,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from shared.errors import ConfigError
+from shared.http_protocol import bounded_protocol
 from shared.metrics import CONTENT_TYPE, Metrics
+from shared.redis_link import RedisLink
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,20 @@ class Probes:
     metrics: Metrics
 
 
-def routes(probes: Probes) -> list[Route]:
-    """The three routes, for an app of the service's own."""
+def excused(
+    check: Callable[[], tuple[bool, dict[str, object]]], link: RedisLink
+) -> Callable[[], tuple[bool, dict[str, object]]]:
+    """`check`, which says so where it fails because Redis is away: then nobody need restart this process."""
+
+    def probe() -> tuple[bool, dict[str, object]]:
+        well, details = check()
+        return well, details if well or not link.is_down else {**details, "redis": "does not answer"}
+
+    return probe
+
+
+def probe_routes(probes: Probes) -> list[Route]:
+    """`/health` and `/ready`: what a load balancer may see."""
 
     def answer(check: Callable[[], tuple[bool, dict[str, object]]], word: str) -> Callable[..., object]:
         async def endpoint(_request: Request) -> Response:
@@ -41,14 +55,26 @@ def routes(probes: Probes) -> list[Route]:
 
         return endpoint
 
+    return [Route("/health", answer(probes.health, "healthy")), Route("/ready", answer(probes.ready, "ready"))]
+
+
+def routes(probes: Probes) -> list[Route]:
+    """The three routes, for a port that only operators reach."""
+
     async def metrics(_request: Request) -> Response:
         return Response(probes.metrics.render(), media_type=CONTENT_TYPE)
 
-    return [
-        Route("/health", answer(probes.health, "healthy")),
-        Route("/ready", answer(probes.ready, "ready")),
-        Route("/metrics", metrics),
-    ]
+    return [*probe_routes(probes), Route("/metrics", metrics)]
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    """What a server grants a connection. TLS files are PEM; "" = plain HTTP."""
+
+    header_timeout_s: float = 10.0  # for a request's line and headers
+    max_connections: int = 4096
+    tls_cert: str = ""
+    tls_key: str = ""
 
 
 class _Server(uvicorn.Server):
@@ -81,15 +107,21 @@ async def serve_app(
     app: Starlette,
     sock: socket.socket,
     drain_s: float = 5.0,
+    limits: HttpLimits = HttpLimits(),
     *,
     task_status: anyio.abc.TaskStatus[int] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve `app` until cancelled; started means listening, and the value is the port.
 
     A cancelled server stops accepting and gives open answers `drain_s` to end.
+
+    :raises ConfigError: the TLS files cannot be read, or do not belong together.
     """
     config = uvicorn.Config(
         app,
+        http=bounded_protocol(limits.header_timeout_s, limits.max_connections),
+        ssl_certfile=limits.tls_cert or None,
+        ssl_keyfile=limits.tls_key or None,
         log_config=None,
         access_log=False,
         lifespan="on",
@@ -97,6 +129,10 @@ async def serve_app(
         timeout_keep_alive=75,
         h11_max_incomplete_event_size=64 << 10,
     )
+    try:
+        config.load()
+    except OSError as exc:  # ssl.SSLError is one
+        raise ConfigError(f"TLS: {limits.tls_cert}, {limits.tls_key}: {exc.strerror or exc}") from None
     server = _Server(config)
     task_status.started(sock.getsockname()[1])
     async with anyio.create_task_group() as tasks:

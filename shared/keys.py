@@ -136,3 +136,16 @@ class Keys:
 
     def deployment_key(self) -> str:
         return self._key("deployment_key")
+
+    # who may ask (`shared.api_keys`, `shared.rate_limits`)
+    def api_keys(self) -> str:
+        """Hash: key id -> record (JSON, the secret's digest in it)."""
+        return self._key("apikeys")
+
+    def rate(self, key_id: str) -> str:
+        """Hash: r t (what is left in the buckets of requests and tokens), at (ms); c:<request> (tokens charged)."""
+        return self._key("rate", key_id)
+
+    def busy(self, key_id: str) -> str:
+        """Sorted set: the key's requests under way, by the deadline of the next renewal (Redis time, ms)."""
+        return self._key("busy", key_id)

@@ -118,6 +118,11 @@ class Leases:
         states = await self._link.batch([("HGET", self._keys.request(i), "st") for i in request_ids])
         return ["lost" if st is None else "live" if st in (b"queued", *LIVE) else "ended" for st in states]
 
+    async def are_queued(self, request_ids: Sequence[RequestId]) -> list[bool]:
+        """Whether each waits for dispatch, aligned."""
+        states = await self._link.batch([("HGET", self._keys.request(i), "st") for i in request_ids])
+        return [state == b"queued" for state in states]
+
     async def cancel(self, request_id: RequestId, reason: str) -> bool:
         """No further work on the request; False if it had ended already."""
         while True:

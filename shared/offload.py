@@ -27,6 +27,9 @@ class Ticket(Protocol[T_co]):
         """Until the call is over, well or not. May be cancelled and repeated; the call goes on."""
         ...
 
+    @property
+    def is_over(self) -> bool: ...
+
     def result(self) -> T_co:
         """Once it is over: what it returned or raised."""
         ...
@@ -63,6 +66,10 @@ class _ThreadTicket:
     async def wait(self) -> None:
         await self._over.wait()
 
+    @property
+    def is_over(self) -> bool:
+        return self._future.done()
+
     def result(self) -> Any:
         return self._future.result(0)
 
@@ -88,6 +95,10 @@ class _LazyTicket:
         self._call: tuple[Callable[..., Any], tuple[object, ...]] | None = (fn, args)
         self._result: Any = None
         self._error: Exception | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._call is None
 
     async def wait(self) -> None:
         await anyio.lowlevel.checkpoint()

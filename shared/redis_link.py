@@ -60,6 +60,7 @@ class RedisLink:
         self.client: Any = client or connect(config)
         self.outages = 0
         self.last_outage: float | None = None
+        self.is_down = False  # as the last call to end found it
 
     def be_patient(self) -> None:
         """From now on wait for Redis however long it is away: for a process whose state is worth more than a quick
@@ -75,8 +76,11 @@ class RedisLink:
         delay = 0.02
         while True:
             try:
-                return await command()
+                answer = await command()
+                self.is_down = False
+                return answer
             except _LOST as exc:
+                self.is_down = True
                 self.outages += 1
                 self.last_outage = self._clock.now()
                 if self.last_outage - started > self._retry_s:

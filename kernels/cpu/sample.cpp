@@ -30,11 +30,11 @@ void weigh(const float* x, int64_t first, int64_t end, float best, float tempera
 // The ranking of a row, known bucket by bucket; a bucket is put in order only when an answer lies in it.
 class Ranking {
  public:
-  void load(const Draw& draw, float best, const SampleOps& ops) {
-    logits_ = draw.logits, vocab_ = draw.vocab;
+  void load(const float* logits, int64_t vocab, float best, float temperature, const SampleOps& ops) {
+    logits_ = logits, vocab_ = vocab;
     weight_.resize(vocab_), bucket_.resize(vocab_), near_.resize(vocab_);
     Weights weights = {weight_.data(), bucket_.data(), near_.data(), 0, 0.0};
-    ops.weigh(draw.logits, 0, vocab_, best, draw.temperature, weights);
+    ops.weigh(logits, 0, vocab_, best, temperature, weights);
     num_near_ = weights.num_near;
     mass_.assign(NUM_BUCKETS, 0.0), count_.assign(NUM_BUCKETS, 0);
     for (int64_t i = 0; i < num_near_; ++i) {
@@ -145,17 +145,35 @@ class Ranking {
 
 const SampleOps scalar_sample = {largest, weigh};
 
-int64_t draw_token(const Draw& draw, bool simd) {
-  const SampleOps* ops = &scalar_sample;
+namespace {
+
+const SampleOps& sample_ops(bool simd) {
 #ifdef BATON_AVX2
-  if (simd && cpu_has_avx2()) ops = &avx2_sample;
+  if (simd && cpu_has_avx2()) return avx2_sample;
 #endif
   (void)simd;
-  const float best = ops->largest(draw.logits, draw.vocab);
-  if (!std::isfinite(best)) return -1;
+  return scalar_sample;
+}
+
+Ranking& scratch() {
   static thread_local Ranking ranking;
-  ranking.load(draw, best, *ops);
+  return ranking;
+}
+
+}  // namespace
+
+int64_t draw_token(const Draw& draw, bool simd) {
+  const SampleOps& ops = sample_ops(simd);
+  const float best = ops.largest(draw.logits, draw.vocab);
+  if (!std::isfinite(best)) return -1;
+  Ranking& ranking = scratch();
+  ranking.load(draw.logits, draw.vocab, best, draw.temperature, ops);
   int64_t kept = draw.top_k;
+  if (draw.least > -INFINITY) {
+    int64_t enough = 0;
+    for (int64_t i = 0; i < draw.vocab; ++i) enough += (draw.logits[i] - best) / draw.temperature >= draw.least;
+    kept = std::min(kept, std::max<int64_t>(enough, 1));
+  }
   double mass = kept < draw.vocab ? ranking.mass_before(kept) : ranking.total();
   if (draw.top_p < 1.0) {
     const Ranking::Place end = ranking.find(draw.top_p * mass, true);
@@ -164,6 +182,64 @@ int64_t draw_token(const Draw& draw, bool simd) {
   const Ranking::Place drawn = ranking.find(draw.u * mass, false);
   // Sums in another order may differ by a rounding, and step over the last token kept.
   return drawn.rank < kept ? drawn.token : ranking.at(kept - 1);
+}
+
+Told tell_logprobs(const float* logits, int64_t vocab, int64_t token, int64_t num_top, int32_t* top_ids, float* top_logprobs,
+                   bool simd) {
+  const SampleOps& ops = sample_ops(simd);
+  const float best = ops.largest(logits, vocab);
+  if (!std::isfinite(best)) {
+    std::fill(top_ids, top_ids + num_top, 0);
+    std::fill(top_logprobs, top_logprobs + num_top, NAN);
+    return {NAN, 0};
+  }
+  Ranking& ranking = scratch();
+  ranking.load(logits, vocab, best, 1.0f, ops);
+  const double log_total = std::log(ranking.total());
+  const auto logprob = [&](int64_t id) { return static_cast<float>(static_cast<double>(logits[id]) - best - log_total); };
+  for (int64_t i = 0; i < num_top; ++i) {
+    top_ids[i] = static_cast<int32_t>(ranking.at(i));
+    top_logprobs[i] = logprob(top_ids[i]);
+  }
+  int64_t rank = 1;
+  for (int64_t i = 0; i < vocab; ++i) rank += logits[i] > logits[token];
+  return {logprob(token), rank};
+}
+
+void adjust_logits(float* logits, int64_t vocab, const Adjust& adjust) {
+  for (int64_t i = 0; i < adjust.num_bias; ++i) logits[adjust.bias_ids[i]] += adjust.bias[i];
+  if (!adjust.num_tokens) return;
+  static thread_local std::vector<int32_t> count;  // 0 = not seen, else 1 + times in the output; all 0 between calls
+  if (static_cast<int64_t>(count.size()) < vocab) count.assign(vocab, 0);
+  for (int64_t i = 0; i < adjust.num_tokens; ++i) {
+    int32_t& n = count[adjust.tokens[i]];
+    n = std::max(n, 1) + (i >= adjust.num_prompt);
+  }
+  for (int64_t i = 0; i < adjust.num_tokens; ++i) {
+    const int32_t id = adjust.tokens[i];
+    if (!count[id]) continue;  // done already
+    float x = logits[id];
+    x = x > 0.0f ? x / adjust.repetition : x * adjust.repetition;
+    const float times = static_cast<float>(count[id] - 1);
+    x -= adjust.frequency * times;
+    if (times > 0.0f) x -= adjust.presence;
+    logits[id] = x;
+    count[id] = 0;
+  }
+}
+
+void mask_logits(float* logits, int64_t vocab, const uint32_t* allowed) {
+  for (int64_t first = 0; first < vocab; first += 32) {
+    const uint32_t word = allowed[first / 32];
+    if (word == 0xFFFFFFFFu) continue;
+    const int64_t end = std::min<int64_t>(first + 32, vocab);
+    if (word == 0) {
+      std::fill(logits + first, logits + end, -INFINITY);
+      continue;
+    }
+    for (int64_t i = first; i < end; ++i)
+      if (!(word >> (i - first) & 1)) logits[i] = -INFINITY;
+  }
 }
 
 }  // namespace baton

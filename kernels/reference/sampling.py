@@ -1,9 +1,14 @@
-"""Drawing tokens with numpy. Ranks are known only as far as needed: the `CANDIDATES` best of each row are sorted,
+"""Choosing tokens with numpy. Ranks are known only as far as needed: the `CANDIDATES` best of each row are sorted,
 and a row whose answer lies beyond them is ranked in full."""
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+if TYPE_CHECKING:
+    from kernels.sampling import Adjustments
 
 CANDIDATES = 256
 
@@ -15,16 +20,57 @@ def draw_tokens(
     temperature: npt.NDArray[np.float32],
     top_k: npt.NDArray[np.int64],
     top_p: Floats,
+    least: npt.NDArray[np.float32],
     u: Floats,
     num_threads: int = 1,
 ) -> npt.NDArray[np.int64]:
-    """See `kernels.sampling.draw_tokens`."""
+    """See `kernels.sampling.draw_tokens`. `least`: logarithm of min_p."""
     finite = np.isfinite(logits.max(axis=-1))
     tokens = np.full(len(logits), -1)
     if finite.any():
-        wide = temperature[finite].astype(np.float64)
-        tokens[finite] = _draw(logits[finite], wide, top_k[finite], top_p[finite], u[finite])
+        values, cold = logits[finite], temperature[finite][:, None]
+        enough = ((values - values.max(axis=-1, keepdims=True)) / cold >= least[finite][:, None]).sum(axis=-1)
+        kept = np.minimum(top_k[finite], np.maximum(enough, 1))
+        tokens[finite] = _draw(values, temperature[finite].astype(np.float64), kept, top_p[finite], u[finite])
     return tokens
+
+
+def mask_logits(logits: npt.NDArray[np.float32], allowed: npt.NDArray[np.uint32]) -> None:
+    """See `kernels.sampling.mask_logits`."""
+    octets = np.ascontiguousarray(allowed).view(np.uint8)
+    bits = np.unpackbits(octets, axis=-1, count=logits.shape[1], bitorder="little")
+    logits[bits == 0] = -np.inf
+
+
+def adjust_logits(logits: npt.NDArray[np.float32], how: "Adjustments") -> None:
+    """See `kernels.sampling.adjust_logits`."""
+    one = np.float32(1)
+    for i, row in enumerate(how.rows):
+        x = logits[row]
+        biased = slice(how.bias_start[i], how.bias_start[i + 1])
+        np.add.at(x, how.bias_ids[biased], how.bias[biased])
+        tokens = how.tokens[how.token_start[i] : how.token_start[i + 1]]
+        seen = np.unique(tokens)
+        x[seen] = np.where(x[seen] > 0, x[seen] / how.repetition[i], x[seen] * how.repetition[i])
+        said, times = np.unique(tokens[how.num_prompt[i] :], return_counts=True)
+        x[said] -= how.frequency[i] * times.astype(np.float32)
+        x[said] -= how.presence[i] * one
+
+
+def tell_logprobs(
+    logits: npt.NDArray[np.float32],
+    rows: npt.NDArray[np.int64],
+    tokens: npt.NDArray[np.int64],
+    num_top: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """The fields of `kernels.sampling.Told`."""
+    wide = torch.from_numpy(logits[rows]).double().log_softmax(dim=-1).numpy()
+    values, width = logits[rows], int(num_top.max(initial=0))
+    own = np.arange(len(rows))
+    ranks = (values > values[own, tokens][:, None]).sum(axis=-1) + 1
+    order = np.argsort(-values, axis=-1, kind="stable")[:, :width].astype(np.int32)
+    top = np.take_along_axis(wide, order.astype(np.int64), axis=-1)
+    return wide[own, tokens].astype(np.float32), ranks, order, top.astype(np.float32)
 
 
 def _draw(

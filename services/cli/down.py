@@ -3,12 +3,12 @@
 import signal
 
 from services.cli.errors import CommandError
-from services.cli.plan import GATEWAY_DRAIN_S, OTHER_DRAIN_S
+from services.cli.plan import OTHER_DRAIN_S, WORK_DRAIN_S
 from services.cli.procinfo import ProcessId
 from services.cli.rundir import RunDir, RunState
 from shared.clock import Clock
 
-WAIT_S = GATEWAY_DRAIN_S + 4 * OTHER_DRAIN_S + 10
+WAIT_S = 2 * WORK_DRAIN_S + 3 * OTHER_DRAIN_S + 10
 POLL_S = 0.05
 
 

@@ -22,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-Port = Annotated[int, typer.Option(help="The stack's port.")]
+Port = Annotated[int, typer.Option(help="The stack's port.", min=1, max=65535)]
 app.add_typer(queue.app)
 
 
@@ -88,7 +88,7 @@ def down(port: Port = 8000) -> None:
 
 
 @app.command()
-def status(port: Annotated[int | None, typer.Option(help="One stack only.")] = None) -> None:
+def status(port: Annotated[int | None, typer.Option(help="One stack only.", min=1, max=65535)] = None) -> None:
     """Show the running services, their health and their key figures."""
     from services.cli.status import running, table
 

@@ -1,7 +1,7 @@
 """What `baton up` was asked, and the settings that follow: TOML file, then environment, then flags."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +9,21 @@ import msgspec
 
 from services.cli.errors import CommandError
 from shared.config import FILE_VARIABLE, PREFIX, Settings, load
+from shared.errors import ConfigError
 from shared.model_path import model_name, resolve
 
 MAX_WORKERS = 256
+_FLAGS = {
+    "MODEL_PATH": "model",
+    "GATEWAY_PORT": "port",
+    "GATEWAY_HOST": "host",
+    "REDIS_URL": "redis_url",
+    "ENGINE_NUM_BLOCKS": "num_blocks",
+    "ENGINE_MAX_NUM_SEQS": "max_num_seqs",
+    "ENGINE_MAX_NUM_BATCHED_TOKENS": "max_num_batched_tokens",
+    "TRANSFER_TRANSPORTS": "transport",
+}
+"""Options that are settings: variable (without its prefix) -> field of `UpOptions`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +59,25 @@ def settings_for(options: UpOptions, environ: Mapping[str, str] | None = None) -
     """
     options.check()
     env = {k: v for k, v in (os.environ if environ is None else environ).items() if k.startswith(PREFIX)}
-    flags = {
-        "MODEL_PATH": options.model,
-        "GATEWAY_PORT": options.port,
-        "GATEWAY_HOST": options.host,
-        "REDIS_URL": options.redis_url,
-        "ENGINE_NUM_BLOCKS": options.num_blocks,
-        "ENGINE_MAX_NUM_SEQS": options.max_num_seqs,
-        "ENGINE_MAX_NUM_BATCHED_TOKENS": options.max_num_batched_tokens,
-        "TRANSFER_TRANSPORTS": options.transport,
-    }
-    env |= {PREFIX + name: str(value) for name, value in flags.items() if value is not None}
-    settings = load(options.config, env)
+    flags = {PREFIX + name: getattr(options, field) for name, field in _FLAGS.items()}
+    flags = {variable: str(value) for variable, value in flags.items() if value is not None}
+    try:
+        settings = load(options.config, env | flags)
+    except ConfigError as exc:
+        raise ConfigError(_as_flag(str(exc), flags)) from None
     if not 0 <= settings.gateway.port <= 65535:
         raise CommandError(f"the port must be from 1 to 65535, got {settings.gateway.port}")
     path = resolve(settings.model.path)
     model = msgspec.structs.replace(settings.model, path=str(path), name=settings.model.name or model_name(path))
     return msgspec.structs.replace(settings, model=model)
+
+
+def _as_flag(message: str, flags: Collection[str]) -> str:
+    """An error of the configuration; where it names a variable that stands for an option, it names the option."""
+    for variable in flags:
+        option = "--" + _FLAGS[variable.removeprefix(PREFIX)].replace("_", "-")
+        message = message.replace(f"environment variable {variable}: ", f"{option}: ")
+    return message
 
 
 def external_redis(options: UpOptions, environ: Mapping[str, str] | None = None) -> bool:

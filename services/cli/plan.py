@@ -10,13 +10,14 @@ import msgspec
 from services.cli.placement import cores_text, split_cores
 from services.cli.probe import REDIS_SOCKET
 from services.cli.supervisor import ServiceSpec
-from shared.config import PREFIX, Settings, to_environ
+from shared.config import DRAIN_S, PREFIX, Settings, to_environ
 
 REDIS_STAGE, SERVICE_STAGE = 0, 1
 # A drain needs, from first to last: the gateway to see its streams end, the scheduler to place what is
 # preempted, the workers to finish, Redis to carry it all.
 STOP_GATEWAY, STOP_SCHEDULER, STOP_WORKERS, STOP_INDEX, STOP_REDIS = range(5)
-GATEWAY_DRAIN_S, OTHER_DRAIN_S = 20.0, 8.0
+WORK_DRAIN_S = DRAIN_S + 5.0  # gateway and workers, which have something to finish
+OTHER_DRAIN_S = 8.0
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -36,12 +37,15 @@ class StackPlan:
 
     @property
     def url(self) -> str:
-        return http_url(self.settings.gateway.host, self.settings.gateway.port)
+        """Of the API."""
+        gateway = self.settings.gateway
+        url = http_url(gateway.host, gateway.port)
+        return url.replace("http:", "https:", 1) if gateway.tls_cert else url
 
 
 def num_ports(num_prefill: int, num_decode: int) -> int:
-    """Private ports that a stack needs: scheduler, index and one per worker, for health and metrics."""
-    return 2 + num_prefill + num_decode
+    """Private ports that a stack needs: gateway, scheduler, index and one per worker, for health and metrics."""
+    return 3 + num_prefill + num_decode
 
 
 def http_url(host: str, port: int) -> str:
@@ -64,17 +68,19 @@ def redis_spec(argv: Sequence[str], socket: Path) -> ServiceSpec:
 def service_specs(plan: StackPlan) -> list[ServiceSpec]:
     """All services but Redis."""
     assert len(plan.ports) == num_ports(plan.num_prefill, plan.num_decode)
-    scheduler_port, index_port, *worker_ports = plan.ports
+    scheduler_port, index_port, gateway_port, *worker_ports = plan.ports
     s = plan.settings
+    gateway_port = s.gateway.internal_port or gateway_port
     s = msgspec.structs.replace(
         s,
         scheduler=msgspec.structs.replace(s.scheduler, port=scheduler_port),
         index=msgspec.structs.replace(s.index, port=index_port),
+        gateway=msgspec.structs.replace(s.gateway, internal_port=gateway_port),
     )
     specs = [
         _spec("prefix_index", "prefix-index", s, http_url("127.0.0.1", index_port), STOP_INDEX),
         _spec("scheduler", "scheduler", s, http_url("127.0.0.1", scheduler_port), STOP_SCHEDULER),
-        _spec("gateway", "gateway", s, plan.url, STOP_GATEWAY, GATEWAY_DRAIN_S),
+        _spec("gateway", "gateway", s, http_url(s.gateway.internal_host, gateway_port), STOP_GATEWAY, WORK_DRAIN_S),
     ]
     shares = split_cores(plan.cores, len(plan.workers))
     for (room, name), cores, port in zip(plan.workers, shares, worker_ports, strict=True):
@@ -90,7 +96,7 @@ def _worker_spec(
     )
     engine = msgspec.structs.replace(s.engine, memory_share=memory_share)
     s = msgspec.structs.replace(s, worker=worker, engine=engine)
-    return _spec(room, name, s, http_url("127.0.0.1", port), STOP_WORKERS, cores=cores)
+    return _spec(room, name, s, http_url("127.0.0.1", port), STOP_WORKERS, WORK_DRAIN_S, cores)
 
 
 def _spec(

@@ -9,7 +9,9 @@ import httpx
 from services.cli.supervisor import ServiceSpec
 
 TIMEOUT_S = 2.0
+HEALTH_TIMEOUT_S = 10.0
 REDIS_SOCKET = "redis+unix://"
+NO_ANSWER = "it does not answer"
 
 
 class ServiceProbe:
@@ -20,11 +22,23 @@ class ServiceProbe:
 
     async def ready(self, spec: ServiceSpec) -> bool:
         if spec.ready.startswith(REDIS_SOCKET):
-            return await _redis_answers(spec.ready.removeprefix(REDIS_SOCKET))
+            return (await _redis_answers(spec.ready.removeprefix(REDIS_SOCKET))).startswith(b"+PONG")
         try:
             return (await self._client.get(spec.ready)).status_code == 200
         except (httpx.HTTPError, OSError):
             return False
+
+    async def hangs(self, spec: ServiceSpec) -> str:
+        """Why it makes no progress, "" if it does. Who waits for Redis does not hang: a restart would not help it."""
+        if spec.ready.startswith(REDIS_SOCKET):
+            return "" if await _redis_answers(spec.ready.removeprefix(REDIS_SOCKET), HEALTH_TIMEOUT_S) else NO_ANSWER
+        try:
+            url = spec.ready.removesuffix("/ready") + "/health"
+            answer = await self._client.get(url, timeout=HEALTH_TIMEOUT_S)
+            said = answer.json()
+        except (httpx.HTTPError, OSError, ValueError):
+            return NO_ANSWER
+        return "" if answer.status_code == 200 or "redis" in said else f"it says {answer.text}"
 
 
 @asynccontextmanager
@@ -35,11 +49,12 @@ async def local_client() -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def _redis_answers(socket: str) -> bool:
+async def _redis_answers(socket: str, timeout_s: float = TIMEOUT_S) -> bytes:
+    """What it says to a PING; b"" if it says nothing."""
     try:
-        with anyio.fail_after(TIMEOUT_S):
+        with anyio.fail_after(timeout_s):
             async with await anyio.connect_unix(socket) as stream:
                 await stream.send(b"PING\r\n")
-                return (await stream.receive(64)).startswith(b"+PONG")
+                return await stream.receive(64)
     except (OSError, TimeoutError, anyio.BrokenResourceError, anyio.EndOfStream):
-        return False
+        return b""

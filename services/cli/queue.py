@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="queue", help="The queue of submissions through Redis, and its dead letters.", no_args_is_help=True
 )
-Port = Annotated[int | None, typer.Option(help="The stack's port (default 8000).")]
+Port = Annotated[int | None, typer.Option(help="The stack's port (default 8000).", min=1, max=65535)]
 Url = Annotated[str, typer.Option(help="A Redis, in place of the running stack's.")]
 MAX_SHOWN_CHARS = 2000
 

@@ -20,7 +20,7 @@ from services.cli.procinfo import ProcessId
 from services.cli.redis_server import find_redis, redis_argv
 from services.cli.restart import CONFIG_ERROR
 from services.cli.rundir import RunDir, RunState, ServiceState, home
-from services.cli.supervisor import Died, Service, ServiceSpec, Supervisor
+from services.cli.supervisor import HUNG_S, Died, Service, ServiceSpec, Supervisor
 from shared.clock import Clock
 from shared.config import Settings
 from shared.errors import BusError
@@ -90,6 +90,7 @@ class Stack:
                     on_change=lambda: self._save(supervisor.services),
                     on_ready=self._back,
                     on_death=lambda died: self._died(died, sink),
+                    on_hang=self._hangs,
                 )
                 tasks.start_soon(self._signals, supervisor)
                 failure = await supervisor.run(lambda: self._all_ready(supervisor, on_ready))
@@ -116,12 +117,16 @@ class Stack:
         lines = [
             f"Baton is ready: {url} ({p.settings.model.name}, {roles}) in {took:.1f} s",
             f"  try      curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
-            f"  metrics  {url}/metrics",
+            f"  metrics  {self._gateway_url()}/metrics",
             f"  logs     {_short(self.run_dir.logs)}",
         ]
         if len(p.workers) > len(p.cores):
             lines.append(f"  note     {len(p.workers)} workers share {len(p.cores)} cores: expect them to be slow")
         return "\n".join(lines)
+
+    def _gateway_url(self) -> str:
+        """Of the gateway's port for operators."""
+        return next(s for s in self.specs if s.name == "gateway").ready.removesuffix("/ready")
 
     def _show(self, name: str, text: str) -> None:
         if self._show_logs:
@@ -136,6 +141,9 @@ class Stack:
             self._say(f"[{died.name}] died ({exit_text(died.code)}); starting it again in {died.delay_s:g} s")
             if not self._show_logs:
                 self._say(sink.last_lines(died.name))
+
+    def _hangs(self, row: Service, why: str) -> None:
+        self._say(f"[{row.spec.name}] has hung for {HUNG_S:g} s ({why}); killing it")
 
     def _gave_up(self, died: Died, sink: LogSink) -> CommandError:
         log = _short(self.run_dir.logs / f"{died.name}.log")

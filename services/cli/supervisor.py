@@ -6,6 +6,9 @@ ready     it said so once since its last start
 backoff   died, to be started again
 stopped   asked to drain, and gone (or never started)
 
+One that is ready and then hangs (no answer to /health, or one that says so) for HUNG_S is killed, which makes it one
+that died.
+
 Services start in stages (the next one when all of the last are ready) and stop in the order of `stop_order`,
 each group only when the one before is gone: what a drain needs must outlive the drain.
 """
@@ -22,6 +25,11 @@ from shared.clock import Clock
 
 POLL_S = 0.1
 AFTER_KILL_S = 5.0
+HEALTH_EVERY_S = 5.0
+HUNG_S = 60.0
+"""Longer than anything that a service on a busy machine may take: a kill costs what the service has in its memory."""
+MIN_HUNG_LOOKS = 4
+"""So often in that time: a machine that slept is no service that hung."""
 State = Literal["waiting", "starting", "ready", "backoff", "stopped"]
 
 
@@ -63,6 +71,10 @@ class Spawner(Protocol):
 class Probe(Protocol):
     async def ready(self, spec: ServiceSpec) -> bool: ...
 
+    async def hangs(self, spec: ServiceSpec) -> str:
+        """Why the service makes no progress; "" if it does, or waits for another one."""
+        ...
+
 
 @dataclass(slots=True)
 class Service:
@@ -74,6 +86,8 @@ class Service:
     record: Record = field(default_factory=Record)
     restarts: int = 0
     stopping: bool = False
+    hung_since: float | None = None
+    hung_looks: int = 0  # in a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +111,12 @@ class Supervisor:
         on_change: Callable[[], None] = lambda: None,
         on_ready: Callable[[Service], None] = lambda _: None,
         on_death: Callable[[Died], None] = lambda _: None,
+        on_hang: Callable[[Service, str], None] = lambda _, __: None,
     ) -> None:
         self.services = [Service(spec) for spec in specs]
         self._spawner, self._probe, self._clock = spawner, probe, clock
         self._policy = policy or RestartPolicy()
-        self._on_change, self._on_ready, self._on_death = on_change, on_ready, on_death
+        self._on_change, self._on_ready, self._on_death, self._on_hang = on_change, on_ready, on_death, on_hang
         self._over = anyio.Event()
         self._aborted = False
         self.failure: Died | None = None
@@ -120,6 +135,7 @@ class Supervisor:
                 if not self._over.is_set():
                     on_all_ready()
                     keepers.start_soon(self._poll_restarted)
+                    keepers.start_soon(self._watch_health)
                 await self._over.wait()
                 await self._drain()
             finally:
@@ -197,6 +213,28 @@ class Supervisor:
                 row.record = Record(row.record.deaths, was_ready=True)
                 self._move(row, "ready")
                 self._on_ready(row)
+
+    async def _watch_health(self) -> None:
+        while not self._over.is_set():
+            await self._clock.sleep(HEALTH_EVERY_S)
+            async with anyio.create_task_group() as tasks:  # together: each that hangs takes its time to tell
+                for row in self.services:
+                    if row.process is not None and row.state == "ready":
+                        tasks.start_soon(self._look_at, row, row.process)
+
+    async def _look_at(self, row: Service, process: Running) -> None:
+        """Kill a service that has not moved at any look for `HUNG_S`."""
+        why = await self._probe.hangs(row.spec)
+        if row.process is not process or row.state != "ready" or row.stopping or not why:
+            row.hung_since, row.hung_looks = None, 0
+            return
+        now = self._clock.now()
+        row.hung_since = now if row.hung_since is None else row.hung_since
+        row.hung_looks += 1
+        if now - row.hung_since >= HUNG_S and row.hung_looks >= MIN_HUNG_LOOKS:
+            row.hung_since, row.hung_looks = None, 0
+            self._on_hang(row, why)
+            process.send(signal.SIGKILL)
 
     async def _drain(self) -> None:
         for order in sorted({s.spec.stop_order for s in self.services}):

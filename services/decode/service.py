@@ -6,6 +6,7 @@ import structlog
 from services.decode.worker import DecodeWorker
 from services.engine.host import ENGINE_COUNTERS, EngineHost, stalled
 from services.transfer import Identity, Region, socket_reader
+from shared.config import DRAIN_S
 from shared.health import Probes, serve_http
 from shared.metrics import Metrics
 from shared.offload import ThreadLane, ThreadOffload
@@ -13,7 +14,6 @@ from shared.process import Process
 from shared.worker_cell import WorkerCell
 
 log = structlog.get_logger(__name__)
-DRAIN_S = 30.0
 COUNTERS = ("requests", "landed", "computed_here", "fetch_failed", "finished", "cancelled", "failed")
 READER_COUNTERS = (
     *("bytes_read", "blocks_read", "bytes_discarded", "reads", "refused", "stale", "digest_failures", "retries"),

@@ -6,6 +6,7 @@ planner keeps what they use apart.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -16,6 +17,7 @@ from services.engine.planner import Planner
 from services.engine.progress import check_result
 from services.engine.types import (
     EngineStats,
+    Move,
     Reservation,
     Runner,
     SeqId,
@@ -25,6 +27,7 @@ from services.engine.types import (
     StepResult,
 )
 from shared.clock import Clock
+from shared.cost import CostModel, StepShape
 from shared.ids import BlockHash
 from shared.messages import FirstToken, Removed, Stored
 from shared.offload import Lane, Ticket
@@ -37,17 +40,45 @@ AHEAD_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
+class _Timed:
+    """What the runner answered, and how long copies and step took."""
+
+    result: StepResult
+    move_s: float
+    run_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Flight:
     """A plan that was handed to the runner, which may still be busy with the one before."""
 
     plan: StepPlan
-    ticket: Ticket[tuple[StepResult, float]]
+    shape: StepShape
+    predicted_s: float | None
+    ticket: Ticket[_Timed]
+
+
+def shape_of(plan: StepPlan) -> StepShape:
+    """What the plan costs, in numbers."""
+    num_tokens = num_seqs = kv_tokens = 0
+    token_context = 0.0
+    for item in plan.items:
+        if (num_rows := len(item.token_ids)) == 1:
+            num_seqs += 1
+            kv_tokens += item.start
+        else:
+            num_tokens += num_rows
+            token_context += num_rows * (item.start + num_rows / 2)
+    return StepShape(num_tokens, token_context, num_seqs, kv_tokens)
 
 
 class Engine:
     """One KV pool, one runner, steps one after the other. Knows no request and no other worker."""
 
-    def __init__(self, planner: Planner, runner: Runner, lane: Lane, clock: Clock) -> None:
+    def __init__(
+        self, planner: Planner, runner: Runner, lane: Lane, clock: Clock, costs: CostModel | None = None
+    ) -> None:
+        """:param costs: as calibrated; refined by each step."""
         self._planner = planner
         self._runner = runner
         self._lane = lane
@@ -55,7 +86,8 @@ class Engine:
         self._stepping = False
         self._flights: deque[_Flight] = deque()
         self._began = clock.now()  # when the eldest flight began, as far as is known here
-        self._typical_s = 0.0  # seconds per row of late steps
+        self._costs = costs or CostModel()
+        self._flushes: list[Ticket[float]] = []  # copies to host memory that no step carries, under way
         self._steps_ahead = 0
         self._run_s = 0.0  # in the runner
         self._step_s = 0.0  # in steps altogether
@@ -104,8 +136,18 @@ class Engine:
         self._planner.add(spec)
 
     def reserve(self, spec: SeqSpec) -> Reservation | None:
-        """See `Planner.reserve`. After None, ask again once `step` has returned, before the next one."""
+        """See `Planner.reserve`. After None, ask again once `step` has returned, before the next one. Nothing may write
+        into the blocks before `settle` has returned."""
         return self._planner.reserve(spec)
+
+    async def settle(self) -> None:
+        """Until what reservations took from others has been copied to host memory, if it was to be."""
+        if moves := self._planner.take_moves():
+            self._flushes.append(self._lane.submit(self._move, moves, ()))
+        with anyio.CancelScope(shield=True):
+            for ticket in (*self._flushes, *(flight.ticket for flight in self._flights if flight.plan.parks)):
+                await ticket.wait()
+        self._flushes = [ticket for ticket in self._flushes if not ticket.is_over]
 
     def land(self, seq_id: SeqId, first: FirstToken) -> bool:
         """See `Planner.land`."""
@@ -139,6 +181,8 @@ class Engine:
             step_s=self._step_s,
             steps_ahead=float(self._steps_ahead),
             failed_steps=float(self._failed_steps),
+            bytes_parked=stats.extra["blocks_parked"] * self._runner.block_bytes,
+            **{f"cost_{name}": value for name, value in self._costs.stats().items()},
         )
         return stats
 
@@ -153,20 +197,30 @@ class Engine:
             return False
         if not self._flights:
             self._began = self._clock.now()
-        self._flights.append(_Flight(plan, self._lane.submit(self._timed, plan)))
+        shape = shape_of(plan)
+        self._flights.append(
+            _Flight(plan, shape, self._costs.step_s(shape), self._lane.submit(self._timed, plan)),
+        )
         return True
 
-    def _timed(self, plan: StepPlan) -> tuple[StepResult, float]:
-        """In the runner's thread: the result, and the seconds that it took."""
+    def _timed(self, plan: StepPlan) -> _Timed:
+        """In the runner's thread."""
+        move_s = self._move(plan.parks, plan.restores) if plan.parks or plan.restores else 0.0
         began = self._clock.now()
         result = self._runner.run(plan)
-        return result, self._clock.now() - began
+        return _Timed(result, move_s, self._clock.now() - began)
+
+    def _move(self, parks: Sequence[Move], restores: Sequence[Move]) -> float:
+        """In the runner's thread; the seconds that it took."""
+        began = self._clock.now()
+        self._runner.move(parks, restores)
+        return self._clock.now() - began
 
     async def _land(self) -> StepOutput:
         """The eldest flight, to its end; the next one is planned before."""
         flight = self._flights[0]
         if len(self._flights) == 1:
-            with anyio.move_on_after(self._patience(flight.plan)) as patience:
+            with anyio.move_on_after(self._patience(flight)) as patience:
                 await flight.ticket.wait()
             if patience.cancelled_caught:
                 self._steps_ahead += self._launch()
@@ -180,23 +234,32 @@ class Engine:
             self._launch()
         return output
 
-    def _patience(self, plan: StepPlan) -> float:
+    def _patience(self, flight: _Flight) -> float:
         """Seconds from now until the next step should be planned."""
-        expected_s = self._typical_s * plan.num_tokens
+        expected_s = flight.predicted_s or 0.0
         left_s = expected_s - (self._clock.now() - self._began)
         return max(0.0, left_s - max(AHEAD_S, AHEAD_SHARE * expected_s))
 
     def _settle(self, flight: _Flight) -> StepOutput:
         plan = flight.plan
         try:
-            result, seconds = flight.ticket.result()
-            check_result(plan, result)
+            timed = flight.ticket.result()
+            check_result(plan, timed.result)
         except StepLost:
             return self._planner.skip(plan)
         except Exception as exc:  # whatever a model or kernel may raise: this step's seqs pay, the others go on
             self._failed_steps += 1
             log.exception("engine.step_failed", step=plan.step, num_tokens=plan.num_tokens)
             return self._planner.fail(plan, f"{type(exc).__name__}: {exc}")
-        self._run_s += seconds
-        self._typical_s = seconds / plan.num_tokens
-        return self._planner.commit(plan, result)
+        self._note(flight, timed)
+        return self._planner.commit(plan, timed.result)
+
+    def _note(self, flight: _Flight, timed: _Timed) -> None:
+        """Each prediction with its outcome."""
+        self._run_s += timed.run_s
+        self._costs.observe_step(flight.shape, timed.run_s)
+        if moved := len(flight.plan.parks) + len(flight.plan.restores):
+            self._costs.transfer.observe(timed.move_s, moved * self._runner.block_bytes)
+        log.debug(
+            "engine.step", step=flight.plan.step, predicted_s=flight.predicted_s, actual_s=timed.run_s, moved=moved
+        )

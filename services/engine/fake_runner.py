@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 from services.engine.last_tokens import LastTokens
-from services.engine.types import PENDING, PlanItem, SeqId, StepPlan, StepResult
+from services.engine.types import PENDING, BayId, Move, PlanItem, SeqId, StepPlan, StepResult
 from shared.hashing import block_digest
 from shared.ids import BlockDigest, BlockId
 
@@ -67,6 +67,7 @@ class FakeRunner:
         self._thorough = thorough
         self._region = memoryview(bytearray(num_blocks * self.block_bytes)) if region is None else region.cast("B")
         self._last = LastTokens()
+        self._bays: dict[BayId, bytes] = {}
         assert len(self._region) == num_blocks * self.block_bytes
 
     @property
@@ -76,6 +77,12 @@ class FakeRunner:
     @property
     def region(self) -> memoryview:
         return self._region
+
+    def move(self, parks: Sequence[Move], restores: Sequence[Move]) -> None:
+        for block, bay in parks:
+            self._bays[bay] = bytes(self._block(block))
+        for block, bay in restores:
+            self._block(block)[:] = self._bays[bay]
 
     def run(self, plan: StepPlan) -> StepResult:
         """Asserts on a plan that a paged KV could not run rightly."""

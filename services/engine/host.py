@@ -3,16 +3,20 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
 from services.engine.block_pool import BlockPool
+from services.engine.calibration import calibrate, worth_parking
 from services.engine.engine import Engine
 from services.engine.load import ModelPlan, open_model
+from services.engine.parking import Parking
 from services.engine.planner import Planner, PlannerLimits
 from services.engine.runner import ModelRunner, configure_threads
 from shared.clock import Clock
 from shared.config import EngineConfig, Settings
+from shared.cost import CostModel
 from shared.errors import ConfigError
 from shared.host_memory import free_memory_bytes
 from shared.ids import Incarnation, WorkerId
@@ -21,7 +25,6 @@ from shared.model_path import model_name, resolve
 from shared.offload import Lane
 
 log = structlog.get_logger(__name__)
-WARM_UP_TOKENS = 64
 ENGINE_COUNTERS = (
     "preemptions",
     "prompt_tokens_computed",
@@ -32,6 +35,10 @@ ENGINE_COUNTERS = (
     "step_s",
     "failed_steps",
     "tokens_recomputed",
+    "preemptions_parked",
+    "preemptions_recomputed",
+    "stalls",
+    "steps_ahead",
 )
 """Fields of `Engine.stats` that only grow."""
 
@@ -98,9 +105,11 @@ class EngineHost:
         """
         started = clock.now()
         cfg = self.settings.engine
-        runner = await lane.run(self._load, buffer)
+        costs = CostModel()
+        runner = await lane.run(self._load, buffer, costs, clock)
         pool = BlockPool(self.num_blocks, cfg.block_size)
-        engine = Engine(Planner(pool, self._limits(cfg)), runner, lane, clock)
+        parking = Parking(self.num_bays, partial(worth_parking, costs, self.block_bytes))
+        engine = Engine(Planner(pool, self._limits(cfg), parking), runner, lane, clock, costs)
         log.info(
             "engine.ready",
             model=self.model.spec.name,
@@ -122,9 +131,15 @@ class EngineHost:
             max_num_batched_tokens=cfg.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             prefix_caching=cfg.prefix_caching,
+            look_ahead=cfg.look_ahead,
         )
 
-    def _load(self, buffer: memoryview) -> ModelRunner:
+    @property
+    def num_bays(self) -> int:
+        """Blocks that can be parked in host memory."""
+        return self.settings.engine.park_bytes // self.block_bytes
+
+    def _load(self, buffer: memoryview, costs: CostModel, clock: Clock) -> ModelRunner:
         cfg = self.settings
         runner = ModelRunner(
             self.model.load(),
@@ -133,8 +148,9 @@ class EngineHost:
             block_size=cfg.engine.block_size,
             kv_dtype=self.model.kv_dtype,
             num_threads=cfg.worker.num_threads,
+            num_bays=self.num_bays,
         )
-        runner.warm_up(min(WARM_UP_TOKENS, cfg.engine.max_num_batched_tokens, self.max_model_len - 1))
+        calibrate(runner, costs, clock, min(cfg.engine.max_num_batched_tokens, self.max_model_len - 1))
         return runner
 
     def registration(

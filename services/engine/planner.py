@@ -13,17 +13,20 @@ line unless the head would still fit (`rationing.py`).
 """
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
 
 from services.engine.block_pool import BlockPool
+from services.engine.parking import Parking
 from services.engine.progress import Progress
 from services.engine.rationing import Rationing
 from services.engine.roster import Roster
+from services.engine.seating import PlannerLimits, Seating
 from services.engine.seq import Seq, SeqState, ends_with
 from services.engine.seq_blocks import SeqBlocks
 from services.engine.types import (
     PENDING,
+    BayId,
     EngineStats,
+    Move,
     PlanItem,
     Reservation,
     SampleSpec,
@@ -37,40 +40,10 @@ from shared.ids import BlockHash, BlockId
 from shared.messages import FirstToken, Removed, Stored
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannerLimits:
-    """`max_model_len` is in tokens, prompt and output; it must fit the pool."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    prefix_caching: bool = True
-    look_ahead: bool = True  # plan while a plan is in flight
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan in the making."""
-
-    seats: int
-    tokens_left: int
-    rows: dict[Seq, int] = field(default_factory=dict)
-    is_short: bool = False  # a plan ahead: somebody has a right to blocks that only preemption can give
-
-    def give(self, seq: Seq) -> None:
-        """As many rows as the seq wants and the budget has."""
-        num_rows = min(seq.num_remaining, self.tokens_left)
-        self.rows[seq] = num_rows
-        self.tokens_left -= num_rows
-
-    def take_back(self, seq: Seq) -> None:
-        self.tokens_left += self.rows.pop(seq, 0)
-
-
 class Planner:
     """Pure: no clock, no await, no tensor. Two plans are in flight at most."""
 
-    def __init__(self, pool: BlockPool, limits: PlannerLimits) -> None:
+    def __init__(self, pool: BlockPool, limits: PlannerLimits, parking: Parking | None = None) -> None:
         assert limits.max_num_seqs > 0
         assert limits.max_num_batched_tokens > 0
         assert 0 < limits.max_model_len <= pool.total * pool.block_size, "one seq must fit the pool alone"
@@ -78,13 +51,16 @@ class Planner:
         self._limits = limits
         self._roster = Roster()
         self._blocks = SeqBlocks(pool, prefix_caching=limits.prefix_caching)
-        self._progress = Progress(pool, self._blocks, self._roster, limits.max_model_len)
+        self._parking = parking or Parking(0)
+        self._progress = Progress(pool, self._blocks, self._parking, self._roster, limits.max_model_len)
         self._rationing = Rationing(pool, self._blocks, self._roster, limits.max_model_len)
+        self._seating = Seating(
+            *(limits, self._roster, self._blocks, self._rationing, self._parking, self._progress),
+        )
         self._flights: deque[StepPlan] = deque()
         self._wants_quiet = False  # nothing is planned ahead until nothing is in flight
         self._step = 0
-        self._num_preempted = 0  # since the last step output
-        self._preemptions = 0
+        self._preemptions_told = 0  # in step outputs
 
     @property
     def block_size(self) -> int:
@@ -123,7 +99,7 @@ class Planner:
             self._wants_quiet = bool(self._flights)
             return None
         for victim in victims:
-            self._preempt(victim)
+            self._seating.preempt(victim)
         landing = self._blocks.acquire(seq, quote)
         seq.credit = max(0, seq.credit - seq.num_shared)
         self._pool.begin_landing(landing)
@@ -143,7 +119,7 @@ class Planner:
         assert first.index == seq.num_output, f"seq {seq_id}: first token {first.index}, expected {seq.num_output}"
         self._pool.end_landing(seq.table[seq.num_hit_blocks :])
         seq.num_computed = seq.num_planned = seq.high_water = len(seq.tokens)
-        self._blocks.fill(seq, seq.num_hit_blocks, seq.num_computed // self._pool.block_size)
+        self._blocks.fill(seq)
         seq.tokens.append(first.token_id)
         seq.num_cached_tokens = first.num_cached_tokens
         assert self._reason(seq) is None, f"seq {seq_id} ended with its first token"
@@ -163,7 +139,7 @@ class Planner:
             return
         assert seq.state is SeqState.LANDING, f"seq {seq_id} is {seq.state.value}"
         self._pool.end_landing(landing)
-        self._retire(seq)
+        self._progress.retire(seq)
 
     def abort(self, seq_id: SeqId) -> None:
         """End a seq in whatever state; nothing is reported of it from now on. Idempotent. Blocks go back at once, or
@@ -183,7 +159,7 @@ class Planner:
         if seq is None:
             return
         assert seq.state is SeqState.HANDING_OFF, f"seq {seq_id} is {seq.state.value}"
-        self._retire(seq)
+        self._progress.retire(seq)
 
     # --- a step -------------------------------------------------------------------------------------
 
@@ -196,11 +172,7 @@ class Planner:
         ahead = bool(self._flights)
         if ahead and not self._may_look_ahead():
             return None
-        limits = self._limits
-        draft = _Draft(min(limits.max_num_seqs, limits.max_num_batched_tokens), limits.max_num_batched_tokens)
-        self._plan_running(draft, ahead)
-        if not draft.is_short:
-            self._admit(draft, ahead)
+        draft = self._seating.draft(ahead)
         if draft.is_short or not draft.rows:
             return None
         self._wants_quiet = False
@@ -208,7 +180,11 @@ class Planner:
         digests = self._progress.blocks_to_digest(draft.rows)
         items = tuple(self._item(seq, num_rows) for seq, num_rows in draft.rows.items())
         after = self._flights[-1].step if ahead else 0
-        plan = StepPlan(self._step, items, digest_blocks=digests, after=after)
+        plan = StepPlan(
+            *(self._step, items, self._parking.take_moves(), tuple(draft.restores)),
+            digest_blocks=digests,
+            after=after,
+        )
         self._flights.append(plan)
         return plan
 
@@ -232,6 +208,10 @@ class Planner:
         self._progress.skip(plan)
         return StepOutput(kv_events=self._pool.drain_events(), num_preempted=self._take_num_preempted())
 
+    def take_moves(self) -> tuple[Move, ...]:
+        """Copies to host memory that no plan carries yet: to be made before a transfer writes into reserved blocks."""
+        return self._parking.take_moves()
+
     def drain_events(self) -> tuple[Stored | Removed, ...]:
         """Cache changes that no step has reported yet."""
         return self._pool.drain_events()
@@ -253,38 +233,52 @@ class Planner:
             blocks_total=pool.total,
             blocks_free=pool.takeable,
             blocks_cached=pool.num_cached,
-            preemptions=self._preemptions,
+            preemptions=self._seating.preemptions,
             prompt_tokens_computed=counts.prompt_tokens_computed,
             prompt_tokens_cached=counts.prompt_tokens_cached,
             output_tokens=counts.output_tokens,
             steps=self._step,
             queued_tokens=queued,
-            extra={"tokens_recomputed": float(counts.tokens_recomputed), "blocks_promised": float(pool.promised)},
+            extra={
+                "tokens_recomputed": float(counts.tokens_recomputed),
+                "blocks_promised": float(pool.promised),
+                "preemptions_parked": float(self._parking.num_parked),
+                "preemptions_recomputed": float(self._parking.num_refused),
+                "blocks_parked": float(self._parking.num_used),
+                "stalls": float(self._seating.stalls),
+            },
         )
 
     def check(self) -> None:
         """Assert that the lines, the tables and the pool tell the same story. Costs time: for tests and idling."""
-        self._pool.check()
+        pool, size = self._pool, self._pool.block_size
+        census = pool.check()
         self._roster.check()
-        holders: Counter[BlockId] = Counter()
+        flights = Counter(item.seq_id for plan in self._flights for item in plan.items)
+        holders = [0] * pool.total
         pinned: set[BlockId] = set()
-        num_landing = num_quarantined = 0
+        bays: list[BayId] = []
+        num_landing = num_quarantined = promised = 0
         for seq in self._roster:
-            quarantined = seq.state is SeqState.ABORTED and not seq.num_flights
-            num_quarantined += seq.table_len if quarantined else 0
-            num_landing += seq.table_len - seq.num_hit_blocks if seq.state is SeqState.LANDING else 0
-            holders.update(() if quarantined else seq.table)
-            pinned.update(seq.table[: seq.num_announced])
-            assert seq.num_computed <= seq.num_planned <= seq.table_len * self._pool.block_size
-            assert seq.num_flights == sum(
-                item.seq_id == seq.spec.seq_id for plan in self._flights for item in plan.items
-            )
-        census = self._pool.census()
-        assert all(self._pool.refs(BlockId(b)) == holders[BlockId(b)] for b in range(self._pool.total))
-        assert self._pool.promised == sum(seq.promised for seq in self._roster)
+            table, promised = seq.table, promised + seq.promised
+            assert seq.num_flights == flights[seq.spec.seq_id]
+            assert seq.num_computed <= seq.num_planned <= len(table) * size
+            bays += seq.parked
+            if seq.state is SeqState.ABORTED and not seq.num_flights:
+                num_quarantined += len(table)
+                continue
+            if seq.state is SeqState.LANDING:
+                num_landing += len(table) - seq.num_hit_blocks
+            for block in table:
+                holders[block] += 1
+            if seq.num_announced:
+                pinned.update(table[: seq.num_announced])
+        assert holders == pool.all_refs()
+        assert pool.promised == promised
         assert census["landing"] == num_landing
         assert census["quarantined"] == num_quarantined
         assert census["pinned"] == len(pinned)
+        self._parking.check(bays)
 
     # --- inside -------------------------------------------------------------------------------------
 
@@ -307,77 +301,6 @@ class Planner:
             return False
         return all(seq.is_plain or not seq.num_pending for seq in self._roster.running)
 
-    def _plan_running(self, draft: _Draft, ahead: bool) -> None:
-        """Rows for seqs that have blocks already: one-row (decode) seqs first, then chunks. Only the first `seats`
-        in rank get any, so that a long prompt among many short answers still gets its turn."""
-        seated = self._roster.running[: draft.seats]
-        if ahead:
-            seated = [seq for seq in seated if not seq.num_pending or self._goes_on(seq)]
-        chunks: list[Seq] = []
-        for seq in seated:
-            if not draft.tokens_left or draft.is_short:
-                return
-            if seq.state is not SeqState.RUNNING:
-                continue  # preempted just now
-            if seq.num_remaining > 1:
-                chunks.append(seq)
-            elif self._has_slot(seq, draft, ahead):
-                draft.give(seq)
-        for seq in chunks:
-            if not draft.tokens_left:
-                return
-            if seq.state is SeqState.RUNNING:
-                draft.give(seq)
-
-    def _goes_on(self, seq: Seq) -> bool:
-        """Whether a seq wants another row after its pending token, as far as can be known (it may yet be a stop)."""
-        total = len(seq.tokens) + seq.num_pending
-        most = seq.spec.num_prompt_tokens + seq.spec.sampling.max_tokens
-        return total < min(most, self._limits.max_model_len) and not seq.spec.prefill_only
-
-    def _has_slot(self, seq: Seq, draft: _Draft, ahead: bool) -> bool:
-        """Whether the seq's table covers all its tokens, if need be at the cost of seqs behind it in rank. (Those have
-        no rows yet in this step, so no planned row is lost.)"""
-        while seq.table_len < seq.num_blocks:
-            if self._blocks.grow(seq):
-                continue
-            draft.is_short = ahead
-            victim = None if ahead else self._rationing.victim(seq)
-            if victim is None:
-                return False
-            self._preempt(victim)
-        return True
-
-    def _admit(self, draft: _Draft, ahead: bool) -> None:
-        """Start waiting seqs in order until one does not fit."""
-        roster = self._roster
-        while roster.waiting and len(roster.running) < draft.seats and draft.tokens_left:
-            seq = roster.waiting[0]
-            quote = self._blocks.quote(seq, len(seq.tokens) - 1)  # one row at least: its result is the next token
-            victims = self._rationing.to_start(quote)
-            if ahead and (victims or (victims is None and quote.within_credit)):
-                draft.is_short = True
-            if victims is None or draft.is_short:
-                return
-            for victim in victims:
-                draft.take_back(victim)
-                self._preempt(victim)
-            self._blocks.acquire(seq, quote)
-            self._progress.start_from_hits(seq)
-            roster.move(seq, SeqState.RUNNING)
-            draft.give(seq)
-
-    def _preempt(self, seq: Seq) -> None:
-        assert not seq.num_flights
-        self._blocks.surrender(seq)
-        self._roster.move(seq, SeqState.PREEMPTED)
-        self._num_preempted += 1
-        self._preemptions += 1
-
-    def _retire(self, seq: Seq) -> None:
-        self._blocks.surrender(seq)
-        self._roster.forget(seq)
-
     def _item(self, seq: Seq, num_rows: int) -> PlanItem:
         """The seq's rows as the runner wants them. Mutates what the seq has in flight."""
         start, sample = seq.num_planned, None
@@ -395,5 +318,5 @@ class Planner:
         assert plan is self._flights.popleft(), "not the eldest plan in flight"
 
     def _take_num_preempted(self) -> int:
-        taken, self._num_preempted = self._num_preempted, 0
-        return taken
+        told, self._preemptions_told = self._preemptions_told, self._seating.preemptions
+        return self._preemptions_told - told

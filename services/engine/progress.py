@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from services.engine.block_pool import BlockPool
+from services.engine.parking import Parking
 from services.engine.roster import Roster
 from services.engine.seq import Seq, SeqState, ends_with
 from services.engine.seq_blocks import SeqBlocks
@@ -41,16 +42,19 @@ def check_result(plan: StepPlan, result: StepResult) -> None:
 class Progress:
     """Mutates seqs, roster and pool, by results alone."""
 
-    def __init__(self, pool: BlockPool, blocks: SeqBlocks, roster: Roster, max_model_len: int) -> None:
+    def __init__(
+        self, pool: BlockPool, blocks: SeqBlocks, parking: Parking, roster: Roster, max_model_len: int
+    ) -> None:
         self._pool = pool
         self._blocks = blocks
+        self._parking = parking
         self._roster = roster
         self._max_model_len = max_model_len
         self.counts = Counts()
 
-    def start_from_hits(self, seq: Seq) -> None:
-        """The seq just got its blocks: its hits are computed already. Counted once per seq."""
-        seq.num_computed = seq.num_planned = seq.num_hit_blocks * self._pool.block_size
+    def start(self, seq: Seq) -> None:
+        """The seq just got its blocks: its hits are computed already, and so is what was parked."""
+        seq.num_computed = seq.num_planned = max(seq.num_hit_blocks * self._pool.block_size, seq.num_parked)
         seq.high_water = max(seq.high_water, seq.num_computed)
         if not seq.admitted:
             seq.admitted = True
@@ -119,7 +123,7 @@ class Progress:
         if seq.num_flights:
             self._roster.move(seq, SeqState.ABORTED)
         else:
-            self._retire(seq)
+            self.retire(seq)
 
     def _is_over(self, seq: Seq, item: PlanItem) -> bool:
         """Take the item out of flight; whether its seq had ended before."""
@@ -143,8 +147,9 @@ class Progress:
         self.counts.prompt_tokens_computed += max(0, min(now, prompt_end) - fresh)
         seq.high_water = max(seq.high_water, now)
         seq.num_computed = now
-        size = self._pool.block_size
-        self._blocks.fill(seq, before // size, now // size)
+        self._blocks.fill(seq)
+        if seq.parked:  # restored by the step
+            self._parking.leave(seq)
 
     def _append(self, seq: Seq, sampled: Iterable[int], report: _Report) -> None:
         """New output tokens, cut after the one that ends the seq."""
@@ -190,6 +195,8 @@ class Progress:
         assert digest is not None, f"block {block} is announced without a digest"
         return digest
 
-    def _retire(self, seq: Seq) -> None:
+    def retire(self, seq: Seq) -> None:
+        """Nothing names its blocks any more: all that it has goes back, and it is forgotten."""
         self._blocks.surrender(seq)
+        self._parking.leave(seq)
         self._roster.forget(seq)

@@ -74,11 +74,15 @@ class Roster:
 
     def check(self) -> None:
         """Assert that the lines are in order and agree with the states."""
-        assert self._running == sorted(self._running, key=lambda seq: seq.rank)
-        assert self._waiting == sorted(self._waiting, key=lambda seq: seq.waiting_rank)
-        waits = {seq for seq in self._seqs.values() if seq.state in (SeqState.WAITING, SeqState.PREEMPTED)}
-        assert waits == set(self._waiting)
-        assert {seq for seq in self._seqs.values() if seq.state is SeqState.RUNNING} == set(self._running)
+        ranks, waiting_ranks = [seq.rank for seq in self._running], [seq.waiting_rank for seq in self._waiting]
+        assert ranks == sorted(ranks)
+        assert waiting_ranks == sorted(waiting_ranks)
+        states = [seq.state for seq in self._seqs.values()]
+        assert states.count(SeqState.RUNNING) == len(self._running)
+        assert states.count(SeqState.WAITING) + states.count(SeqState.PREEMPTED) == len(self._waiting)
+        assert all(seq.state is SeqState.RUNNING for seq in self._running)
+        assert all(seq.state in (SeqState.WAITING, SeqState.PREEMPTED) for seq in self._waiting)
+        assert all(self._seqs.get(seq.spec.seq_id) is seq for seq in (*self._running, *self._waiting))
 
     def _join(self, seq: Seq) -> None:
         if seq.state is SeqState.RUNNING:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from services.engine.types import SeqSpec
+from services.engine.types import BayId, SeqSpec
 from shared.hashing import block_hash
 from shared.ids import BlockHash, BlockId
 from shared.messages import SamplingParams
@@ -89,6 +89,9 @@ class Seq:
     num_announced: int = 0  # prefill only: leading blocks announced so far
     num_digested: int = 0  # prefill only: leading blocks whose digests are known or in flight
     num_hit_blocks: int = 0  # leading blocks of the table that were hits
+    num_filled: int = 0  # leading full blocks that the pool knows to be full
+    parked: tuple[BayId, ...] = ()  # where its KV waits in host memory, one bay a block
+    num_parked: int = 0  # tokens whose KV is there
     _table: list[BlockId] = field(default_factory=list)
     _frozen_table: tuple[BlockId, ...] | None = None
 

@@ -21,7 +21,7 @@ class StepBatch:
     block_tables: Ints  # [num_seqs, max_blocks], -1 behind a table's end
     query_start: Ints  # [num_seqs + 1], first row of each seq
     context_lens: Ints  # [num_seqs], the new rows included
-    logit_rows: Ints  # [num_samples], rows whose logits are wanted
+    logit_rows: Ints  # [num_logits], rows whose logits are wanted: of each item its targets', then the one to sample
 
 
 def build_batch(items: Sequence[PlanItem], block_size: int, pending: Mapping[SeqId, int] = NO_TOKENS) -> StepBatch:
@@ -57,5 +57,14 @@ def build_batch(items: Sequence[PlanItem], block_size: int, pending: Mapping[Seq
         block_tables=tables,
         query_start=query_start,
         context_lens=starts + num_rows,
-        logit_rows=query_start[1:][sampled] - 1,
+        logit_rows=_logit_rows(items, query_start) if any(i.targets for i in items) else query_start[1:][sampled] - 1,
     )
+
+
+def _logit_rows(items: Sequence[PlanItem], query_start: Ints) -> Ints:
+    rows: list[int] = []
+    for item, first, end in zip(items, query_start[:-1].tolist(), query_start[1:].tolist(), strict=True):
+        rows += range(first, first + len(item.targets))
+        if item.sample is not None:
+            rows.append(end - 1)
+    return np.array(rows, np.int32)

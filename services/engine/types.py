@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NewType, Protocol
 
 from shared.ids import BlockDigest, BlockHash, BlockId
-from shared.messages import FirstToken, Removed, SamplingParams, Stored
+from shared.messages import FirstToken, Removed, SamplingParams, Stored, TokenLogprobs
 
 SeqId = NewType("SeqId", str)
 """One seq in one engine, chosen by the worker service (request, epoch and choice): never reused."""
@@ -40,7 +40,13 @@ class SampleSpec:
     position: int  # of the token to be chosen, counted from the start of the seq
     tokens: Sequence[int] = ()  # the seq's own list, which may grow meanwhile: read the first `position` of it
     num_prompt_tokens: int = 0  # of those; the others are output, which penalties and grammars are functions of
+    num_choices: int = 1  # first tokens to choose from the one row, for `choice` and the ones after it
 
+
+BayId = NewType("BayId", int)
+"""Room for one block in host memory, where a preempted seq's KV is parked."""
+Move = tuple[BlockId, BayId]
+"""One block's bytes, from the pool to a bay or back."""
 
 PENDING = -1
 """In a plan made while another is in flight: the token that the other one samples for the same seq."""
@@ -55,12 +61,16 @@ class PlanItem:
     start: int  # position of the first row = tokens whose KV is already in the pool
     block_table: tuple[BlockId, ...]  # covers start + num_rows tokens
     sample: SampleSpec | None  # None: a chunk that is not the last
+    targets: tuple[int, ...] = ()  # tokens whose logprobs are wanted by the first rows; the next one's in row 0
+    num_top: int = 0  # of the best tokens told beside each target
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     step: int
     items: tuple[PlanItem, ...]
+    parks: tuple[Move, ...] = ()  # from the pool to host memory, first of all
+    restores: tuple[Move, ...] = ()  # back into the pool, next
     copies: tuple[tuple[BlockId, BlockId], ...] = ()  # copy on write (source, target), before the step
     digest_blocks: tuple[BlockId, ...] = ()  # blocks to digest after the step
     after: int = 0  # the step that was in flight when this one was planned, and on which it builds; 0 = none
@@ -76,6 +86,8 @@ class StepResult:
 
     sampled: tuple[tuple[int, ...], ...]
     digests: tuple[BlockDigest, ...] = ()
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # of `sampled`, as asked; () where no item asked
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # of `targets`; () where no item has any
 
 
 class Runner(Protocol):
@@ -87,7 +99,13 @@ class Runner(Protocol):
     @property
     def block_bytes(self) -> int: ...
 
-    def run(self, plan: StepPlan) -> StepResult: ...
+    def move(self, parks: Sequence[Move], restores: Sequence[Move]) -> None:
+        """Copy blocks out to host memory, then others back in."""
+        ...
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute the step; its parks and restores were moved already."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +128,8 @@ class SeqOutput:
     token_ids: tuple[int, ...]
     finish: Literal["stop", "length"] | None = None  # prefill-only seqs never finish by being handed off
     num_cached_tokens: int = 0  # prompt tokens found cached when the seq first started
+    logprobs: tuple[TokenLogprobs, ...] = ()  # aligned with token_ids, if asked
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with the first output token, if asked: of tokens 1 and on
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,17 @@ import anyio
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from services.gateway.chat_template import ChatTemplate
+from services.gateway.edge import EXPOSED_HEADERS, Edge
 from services.gateway.endpoints import ChatEndpoint, CompletionsEndpoint, Parts
 from services.gateway.errors import error_response, on_crash, on_http_exception
+from services.gateway.gate import Gate
 from services.gateway.generation import Services
 from services.gateway.params import unknown_model
 from services.gateway.ports import NullObserver, Observer, RequestPort
@@ -39,11 +43,13 @@ def build_app(
     randomness: Randomness,
     offload: Offload,
     observer: Observer | None = None,
+    gate: Gate | None = None,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
     """The ASGI application. Its lifespan runs the drain of the token stream; `app.state.streams` holds the
     open requests (`len` of it is their number), `app.state.parts` and `app.state.endpoints` what another ingress needs.
 
+    :param gate: who may ask; None: anyone.
     :param model_name: what `/v1/models` lists; `default` is always understood as well.
     :raises ModelError: the model's chat template is not valid.
     """
@@ -52,7 +58,7 @@ def build_app(
     template = tokenizer.chat_template
     parts = Parts(
         services=Services(port, streams, tokenizer, clock, observer),
-        preparer=Preparer(tokenizer, incarnation, config.prefix_salt, offload, randomness),
+        preparer=Preparer(tokenizer, incarnation, config, offload, randomness),
         template=ChatTemplate(template, tokenizer.template_tokens, clock) if template else None,
         model_name=model_name,
         config=config,
@@ -69,18 +75,37 @@ def build_app(
             Route("/v1/chat/completions", endpoints["chat"], methods=["POST"]),
             *extra_routes,
         ],
+        middleware=[*_cors(config), Middleware(Edge, gate=gate, randomness=randomness, observer=observer)],
         exception_handlers={HTTPException: on_http_exception, Exception: on_crash},
-        lifespan=_drain(streams),
+        lifespan=_drain(streams, gate),
     )
     app.state.streams, app.state.parts, app.state.endpoints = streams, parts, endpoints
     return app
 
 
-def _drain(streams: Streams) -> Any:
+def _cors(config: GatewayConfig) -> list[Middleware]:
+    """Outermost, since a browser asks first without a key, and must be able to read a refusal."""
+    if not config.cors_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED_HEADERS,
+            max_age=600,
+        )
+    ]
+
+
+def _drain(streams: Streams, gate: Gate | None) -> Any:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(streams.run)
+            if gate is not None:
+                tasks.start_soon(gate.run)
             yield
             tasks.cancel_scope.cancel()
 

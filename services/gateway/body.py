@@ -2,26 +2,50 @@
 
 from typing import Any
 
+import anyio
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from services.gateway.errors import ApiError, bad_field
+from services.gateway.errors import ApiError, bad_field, late_body
+from shared.clock import Clock
 from shared.offload import Offload
 
 OFFLOAD_BYTES = 128 << 10
 """Bodies beyond this are decoded, and texts tokenised, off the event loop."""
 
 
-async def read_json(request: Request, max_bytes: int, offload: Offload) -> dict[str, Any]:
-    """The JSON object in the body. Stops reading at `max_bytes`.
+async def read_json(
+    request: Request, max_bytes: int, offload: Offload, clock: Clock, timeout_s: float
+) -> dict[str, Any]:
+    """The JSON object in the body. Stops reading at `max_bytes`, and after `timeout_s`.
 
-    :raises ApiError: 413 too large, 415 not JSON by its content type, 400 not a JSON object.
+    :raises ApiError: 413 too large, 408 too slow, 415 not JSON by its content type, 400 not a JSON object.
     :raises ClientDisconnect: the client went away.
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, f"The content type must be application/json, not {kind!r}.", code="unsupported_media_type")
-    return await decode_object(await _read(request, max_bytes), max_bytes, offload)
+    raw = await _read_in_time(request, max_bytes, clock, timeout_s)
+    return await decode_object(raw, max_bytes, offload)
+
+
+async def _read_in_time(request: Request, max_bytes: int, clock: Clock, timeout_s: float) -> bytes:
+    outcome: bytes | Exception = late_body(timeout_s)
+    async with anyio.create_task_group() as tasks:
+
+        async def expire() -> None:
+            await clock.sleep(timeout_s)
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(expire)
+        try:
+            outcome = await _read(request, max_bytes)
+        except (ApiError, ClientDisconnect) as exc:  # out of the group as it is, not in a group of exceptions
+            outcome = exc
+        tasks.cancel_scope.cancel()
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 async def decode_object(raw: bytes, max_bytes: int, offload: Offload) -> dict[str, Any]:

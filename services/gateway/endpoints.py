@@ -15,6 +15,7 @@ from services.gateway.body import ClientDisconnect, read_json
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.errors import ApiError, bad_field, error_response, internal
 from services.gateway.fields import Fields
+from services.gateway.gate import Caller, caller_of
 from services.gateway.generation import Generation, Services
 from services.gateway.params import Params, check_model, read_params
 from services.gateway.prepare import Limits, Preparer, PromptTokens, live_limits
@@ -61,6 +62,11 @@ class Prepared:
     params: Params
     wire: Wire
 
+    @property
+    def max_tokens(self) -> int:
+        """What all of it may take, prompts and answers."""
+        return sum(len(r.token_ids) + r.num_choices * r.sampling.max_tokens for r in self.requests)
+
 
 class Endpoint(ABC):
     """One POST endpoint. Subclasses say how a prompt is read and an answer written."""
@@ -73,7 +79,7 @@ class Endpoint(ABC):
         self._parts = parts
 
     @abstractmethod
-    async def _prompts(self, fields: Fields, limits: Limits) -> list[PromptTokens]: ...
+    async def _prompts(self, fields: Fields, limits: Limits, preparer: Preparer) -> list[PromptTokens]: ...
 
     @abstractmethod
     def _default_max_tokens(self) -> int: ...
@@ -83,7 +89,7 @@ class Endpoint(ABC):
         reply = _Reply(send, self._parts.services.clock)
         request = Request(scope, receive)
         try:
-            raw = await read_json(request, self._parts.config.max_body_bytes, self._parts.offload)
+            raw = await self._read(request)
         except ClientDisconnect:
             return
         except ApiError as exc:
@@ -95,12 +101,18 @@ class Endpoint(ABC):
             await self._answer(raw, arrived_at, reply, scope, receive)
             tasks.cancel_scope.cancel()
 
+    async def _read(self, request: Request) -> dict[str, Any]:
+        parts, config = self._parts, self._parts.config
+        return await read_json(
+            request, config.max_body_bytes, parts.offload, parts.services.clock, config.body_timeout_s
+        )
+
     async def _answer(
         self, raw: dict[str, Any], arrived_at: float, reply: "_Reply", scope: Scope, receive: Receive
     ) -> None:
         """Serve the request; whatever goes wrong becomes an error that the client can read."""
         try:
-            await self._serve(Fields(raw), arrived_at, reply)
+            await self._serve(Fields(raw), arrived_at, reply, caller_of(scope))
         except ApiError as exc:
             await self._refuse(exc, reply, scope, receive)
         except BatonError as exc:
@@ -110,8 +122,11 @@ class Endpoint(ABC):
             log.exception("request crashed")
             await self._refuse(internal(), reply, scope, receive)
 
-    async def _serve(self, fields: Fields, arrived_at: float, reply: "_Reply") -> None:
-        prepared = await self.prepare(fields, f"{self.id_prefix}-{self._parts.randomness.token(16)}")
+    async def _serve(self, fields: Fields, arrived_at: float, reply: "_Reply", caller: Caller) -> None:
+        response_id = f"{self.id_prefix}-{self._parts.randomness.token(16)}"
+        prepared = await self.prepare(fields, response_id, tenant=caller.tenant)
+        await caller.charge(prepared.max_tokens)
+        caller.used_tokens = 0  # unless it begins
         params, wire = prepared.params, prepared.wire
         async with Generation(
             self._parts.services,
@@ -121,15 +136,21 @@ class Endpoint(ABC):
             stream=params.stream,
             arrived_at=arrived_at,
         ) as generation:
-            if params.stream:
-                await _stream(generation, wire, params, reply)
-                return
-            body = await _whole(generation, wire)
+            try:
+                if params.stream:
+                    await _stream(generation, wire, params, reply)
+                    return
+                body = await _whole(generation, wire)
+            finally:
+                caller.used_tokens = generation.usage.num_tokens
         await reply.whole(200, _JSON_HEADERS, body)
 
-    async def prepare(self, fields: Fields, response_id: str, randomness: Randomness | None = None) -> Prepared:
+    async def prepare(
+        self, fields: Fields, response_id: str, randomness: Randomness | None = None, tenant: str = ""
+    ) -> Prepared:
         """Check and tokenise what a client asked, whichever way it came.
 
+        :param tenant: on whose account, as the server knows it.
         :param randomness: where seeds come from that the client left out; None: anywhere.
         :raises ApiError: 400 or 404, a refusal; 503, nobody could serve it now.
         """
@@ -137,9 +158,10 @@ class Endpoint(ABC):
         check_model(fields, parts.model_name)
         params = read_params(fields)
         limits = await live_limits(parts.services.port)
-        prompts = await self._prompts(fields, limits)
+        preparer = parts.preparer.for_tenant(tenant)
+        prompts = await self._prompts(fields, limits, preparer)
         default = self._default_max_tokens()
-        requests = parts.preparer.requests(response_id, prompts, params, limits, default, randomness)
+        requests = preparer.requests(response_id, prompts, params, limits, default, randomness)
         created = int(parts.services.clock.wall())
         return Prepared(requests, params, self.wire(response_id, created, parts.model_name, params.include_usage))
 
@@ -151,7 +173,7 @@ class Endpoint(ABC):
             await reply.end()
             return
         response = error_response(error)
-        if error.status == 413:
+        if error.status in (408, 413):
             response.headers["connection"] = "close"  # the rest of the body is not read
         await response(scope, receive, reply.send)
 
@@ -161,9 +183,9 @@ class CompletionsEndpoint(Endpoint):
     id_prefix = "cmpl"
     wire = CompletionWire
 
-    async def _prompts(self, fields: Fields, limits: Limits) -> list[PromptTokens]:
+    async def _prompts(self, fields: Fields, limits: Limits, preparer: Preparer) -> list[PromptTokens]:
         prompts = read_prompts(fields, self._parts.services.tokenizer.vocab_size)
-        return await self._parts.preparer.tokens(prompts, limits, param="prompt", add_special_tokens=True)
+        return await preparer.tokens(prompts, limits, param="prompt", add_special_tokens=True)
 
     def _default_max_tokens(self) -> int:
         return COMPLETION_MAX_TOKENS
@@ -174,12 +196,12 @@ class ChatEndpoint(Endpoint):
     id_prefix = "chatcmpl"
     wire = ChatWire
 
-    async def _prompts(self, fields: Fields, limits: Limits) -> list[PromptTokens]:
+    async def _prompts(self, fields: Fields, limits: Limits, preparer: Preparer) -> list[PromptTokens]:
         messages = read_messages(fields)
         if self._parts.template is None:
             raise bad_field("messages", "The model has no chat template; use /v1/completions.", "unsupported")
         prompt = self._parts.template.render(messages)  # BOS is in the template, where there is one
-        return await self._parts.preparer.tokens([prompt], limits, param="messages", add_special_tokens=False)
+        return await preparer.tokens([prompt], limits, param="messages", add_special_tokens=False)
 
     def _default_max_tokens(self) -> int:
         return self._parts.config.default_max_tokens

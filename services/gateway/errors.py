@@ -1,5 +1,7 @@
 """What a client gets instead of an answer, in OpenAI's shape."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -25,6 +27,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after_s = retry_after_s
+        self.extra_headers: Sequence[tuple[bytes, bytes]] = ()
 
     def body(self) -> dict[str, Any]:
         """The JSON object of the response, or of a stream's `error` event."""
@@ -32,7 +35,12 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+        out = {name.decode(): value.decode() for name, value in self.extra_headers}
+        if self.retry_after_s is not None:
+            out["retry-after"] = str(self.retry_after_s)
+        if self.status == 401:
+            out["www-authenticate"] = "Bearer"
+        return out
 
 
 def bad_field(param: str, message: str, code: str | None = None) -> ApiError:
@@ -50,6 +58,47 @@ def no_worker() -> ApiError:
 
 def bus_lost() -> ApiError:
     return ApiError(503, "The request queue cannot be reached.", code="unavailable", retry_after_s=2)
+
+
+def unauthorized(*, missing: bool) -> ApiError:
+    """401. What is wrong with a key is not told."""
+    if missing:
+        return ApiError(401, "An API key is needed: Authorization: Bearer <key>.", code="missing_api_key")
+    return ApiError(401, "The API key is not valid.", code="invalid_api_key")
+
+
+def rate_limited(limit: str, wait_s: float) -> ApiError:
+    """429 for one key's own limit."""
+    seconds = max(1, math.ceil(wait_s))
+    return ApiError(
+        429, f"The limit of this key, {limit}, is reached.", code="rate_limit_exceeded", retry_after_s=seconds
+    )
+
+
+def too_large_for_limit(limit: str) -> ApiError:
+    """400, not 429: to try again would not help."""
+    message = f"Prompt and answer could take more tokens than this key has in a minute ({limit}); ask for fewer."
+    return ApiError(400, message, param="max_tokens", code="request_too_large")
+
+
+def late_body(seconds: float) -> ApiError:
+    return ApiError(408, f"The body did not arrive within {seconds:g} seconds.", code="body_timeout")
+
+
+REFUSALS = {
+    "queue_timeout": ("The request waited too long for a free worker; try again later.", 5),
+    "shutting_down": ("The server is shutting down; try again.", 1),
+    "cancelled": ("The request was cancelled by the server.", 1),
+}
+"""Why the server does not go on with a request that it had taken, by code: what the client is told, and when it may ask
+again (seconds)."""
+
+
+def server_refused(why: str) -> ApiError:
+    """:param why: a key of `REFUSALS`; anything else is told as `cancelled`."""
+    code = why if why in REFUSALS else "cancelled"
+    message, retry_after_s = REFUSALS[code]
+    return ApiError(503, message, code=code, retry_after_s=retry_after_s)
 
 
 def internal() -> ApiError:

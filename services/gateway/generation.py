@@ -8,7 +8,7 @@ from typing import Literal
 import anyio
 import structlog
 
-from services.gateway.errors import ApiError, bus_lost, internal, queue_full
+from services.gateway.errors import ApiError, bus_lost, internal, queue_full, server_refused
 from services.gateway.mailbox import Item, Mailbox
 from services.gateway.ports import Admission, Observer, RequestPort, RequestSummary
 from services.gateway.stop_strings import StopMatcher
@@ -36,6 +36,10 @@ class Usage:
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int | None  # None: it failed before the worker told
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +178,7 @@ class Generation:
     async def _admit(self, index: int, choice: _Choice) -> None:
         services, request = self._services, choice.request
         choice.stream = services.streams.open(request.request_id, index, self._mailbox, self._arrived_at)
+        choice.stream.durable = self._durable
         # Shielded: a half-sent admission could reach the queue after the cancel that follows it.
         answer: Admission | None = None
         try:
@@ -246,6 +251,6 @@ class Generation:
 
 def _failure(event: Finished) -> ApiError:
     if event.reason == "cancelled":
-        return ApiError(503, "The request was cancelled by the server.", code="cancelled", retry_after_s=1)
+        return server_refused(event.error)
     log.error("request failed", request_id=event.request_id, error=event.error)
     return internal()

@@ -2,9 +2,11 @@
 
 A gateway greets like a worker sends heartbeats: one that falls silent is buried, its requests cancelled and its stream
 deleted. And it looks after what it has open: a request that Redis has lost (an empty or older Redis took over) is
-admitted again under the same id, with the tokens already received; one that ended without a word is failed.
+admitted again under the same id, with the tokens already received; one that ended without a word is failed; one that
+has waited too long for a worker is refused.
 """
 
+import math
 from collections.abc import Sequence
 
 import structlog
@@ -22,8 +24,16 @@ log = structlog.get_logger("gateway.keeper")
 class Keeper:
     """Beats, and compares."""
 
-    def __init__(self, registry: Registry, streams: Streams, clock: Clock, lease: LeaseConfig) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        streams: Streams,
+        clock: Clock,
+        lease: LeaseConfig,
+        queue_timeout_s: float = math.inf,
+    ) -> None:
         self._registry, self._streams, self._clock, self._lease = registry, streams, clock, lease
+        self._queue_timeout_s = queue_timeout_s
         self._looked = clock.now()
         self._ended: set[RequestId] = set()  # by Redis' word at the last look, and still open here
         self.num_readmitted = 0
@@ -46,6 +56,19 @@ class Keeper:
         if unknown or self._clock.now() - self._looked >= self._lease.lease_s:
             self._looked = self._clock.now()
             await self._compare(self._streams.admitted())
+        await self._expire()
+
+    async def _expire(self) -> None:
+        """Nobody waits in the queue for ever. A durable request does: its client set a deadline, or wants none."""
+        before = self._clock.now() - self._queue_timeout_s
+        late = [s for s in self._streams.admitted() if s.arrived_at < before and not s.token_ids and not s.durable]
+        if not late:
+            return
+        queued = await self._registry.queued([stream.request_id for stream in late])
+        for stream, still in zip(late, queued, strict=True):
+            if still and stream.is_open:
+                log.warning("request.waited_too_long", request_id=stream.request_id, limit_s=self._queue_timeout_s)
+                stream.refuse("queue_timeout")
 
     async def _compare(self, streams: Sequence[RequestStream]) -> None:
         states = await self._registry.states([stream.request_id for stream in streams])

@@ -45,6 +45,10 @@ class Registry(Protocol):
         """What Redis says of each request, aligned."""
         ...
 
+    async def queued(self, request_ids: Sequence[RequestId]) -> list[bool]:
+        """Whether each waits for a worker, aligned."""
+        ...
+
     async def readmit(self, request: GenerateRequest, epoch: int, output: Sequence[int]) -> Admission:
         """Queue a lost request again, with the tokens already sent."""
         ...

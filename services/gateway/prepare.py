@@ -1,6 +1,7 @@
 """From prompts to requests: tokenised once, hashed once, and sure to fit."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from services.gateway.body import OFFLOAD_BYTES
@@ -8,6 +9,7 @@ from services.gateway.errors import ApiError, bad_field, bus_lost, no_worker
 from services.gateway.params import Params
 from services.gateway.ports import RequestPort
 from services.gateway.prompts import Prompt
+from shared.config import GatewayConfig
 from shared.errors import BusError
 from shared.hashing import block_hashes, chain_root
 from shared.ids import BlockHash, Incarnation, RequestId
@@ -45,17 +47,33 @@ class PromptTokens:
 
 
 class Preparer:
-    """Makes requests. Owns the chain's root: the salt is the deployment's, never the client's."""
+    """Makes requests. Owns the chain's root: the salt is the deployment's or the authenticated tenant's, never the
+    client's."""
 
     def __init__(
-        self, tokenizer: Tokenizer, incarnation: Incarnation, salt: str, offload: Offload, randomness: Randomness
+        self,
+        tokenizer: Tokenizer,
+        incarnation: Incarnation,
+        config: GatewayConfig,
+        offload: Offload,
+        randomness: Randomness,
     ) -> None:
         self._tokenizer = tokenizer
         self._max_token_bytes = tokenizer.max_token_bytes
         self._incarnation = incarnation
-        self._root = chain_root(salt=salt.encode())
+        self._config = config
+        self._tenant = ""
+        self._root = _root(config, "")
         self._offload = offload
         self._randomness = randomness
+
+    def for_tenant(self, tenant: str) -> "Preparer":
+        """The same for a tenant's requests."""
+        if tenant == self._tenant:
+            return self
+        other = copy(self)
+        other._tenant, other._root = tenant, _root(self._config, tenant)
+        return other
 
     async def tokens(
         self, prompts: Sequence[Prompt], limits: Limits, *, param: str, add_special_tokens: bool
@@ -96,6 +114,7 @@ class Preparer:
                     token_ids=prompt.token_ids,
                     root_hash=self._root,
                     block_hashes=prompt.hashes,
+                    tenant=self._tenant,
                     sampling=SamplingParams(
                         max_tokens=_fit(len(prompt.token_ids), params.max_tokens, limits, default_max_tokens),
                         temperature=params.temperature,
@@ -121,6 +140,10 @@ class Preparer:
             raise bad_field(param, f"{param} is empty.")
         if len(token_ids) >= limits.max_model_len:
             raise _overflow(param, limits, f"the prompt has {len(token_ids)} tokens")
+        longest = self._config.max_prompt_tokens
+        if longest and len(token_ids) > longest:
+            message = f"This server takes prompts of at most {longest} tokens; this one has {len(token_ids)}."
+            raise bad_field(param, message, "prompt_too_long")
         return PromptTokens(tuple(token_ids), block_hashes(self._root, token_ids, limits.block_size))
 
     def _refuse_hopeless(self, text: str, limits: Limits, param: str) -> None:
@@ -128,6 +151,14 @@ class Preparer:
         longest = self._max_token_bytes
         if longest is not None and len(text) > longest * limits.max_model_len:
             raise _overflow(param, limits, f"the prompt has more than {len(text) // longest} tokens")
+
+
+def _root(config: GatewayConfig, tenant: str) -> BlockHash:
+    """Parent of the first blocks of a tenant's prompts."""
+    salt = config.prefix_salt.encode()
+    if config.cache_salt == "deployment":
+        return chain_root(salt=salt)
+    return chain_root(salt=b"tenant\0" + chain_root(salt=salt) + tenant.encode())
 
 
 def _fit(num_prompt_tokens: int, max_tokens: int | None, limits: Limits, default: int) -> int:

@@ -49,6 +49,9 @@ class RedisRequestPort:
     async def states(self, request_ids: Sequence[RequestId]) -> list[RecordState]:
         return await self._leases.states(request_ids)
 
+    async def queued(self, request_ids: Sequence[RequestId]) -> list[bool]:
+        return await self._leases.are_queued(request_ids)
+
     async def _known(self, admit: Callable[[], Awaitable[AdmitAnswer]]) -> Admission:
         """Admit; where Redis does not know this gateway, greet and try again."""
         for _ in range(MAX_GREETINGS):

@@ -54,6 +54,7 @@ class RequestStream:
         self.ended_upstream = False  # nobody works on it any more: no cancel is needed
         self.parked: list[GatewayMsg] | None = None  # a repair runs; later events wait here
         self.request: GenerateRequest | None = None  # once it is admitted
+        self.durable = False  # it goes on without this gateway, and waits however long
         self.token_ids: list[int] = []  # received
         self.epoch = 0
         self._choice = choice  # in the HTTP response: the index of the prompt
@@ -88,6 +89,18 @@ class RequestStream:
         if self.is_open and missing:
             self._observer.gap_repaired(len(missing))
             self._take(missing, now)
+
+    @property
+    def arrived_at(self) -> float:
+        return self._arrived_at
+
+    def refuse(self, why: str) -> None:
+        """End the request, unless it has ended, as one that the server does not go on with.
+
+        :param why: a key of `services.gateway.errors.REFUSALS`.
+        """
+        if self.is_open:
+            self._end(Finished(self.request_id, self.epoch, "cancelled", error=why))
 
     def fail(self, error: str) -> None:
         """End the request with an error, unless it has ended."""
@@ -148,6 +161,26 @@ class Streams:
     def admitted(self) -> list[RequestStream]:
         """Open streams whose requests were admitted."""
         return [s for s in self._streams.values() if s.is_open and s.request is not None]
+
+    def look(self) -> list[dict[str, object]]:
+        """What an operator may know of the open requests: no text, no tokens."""
+        return [
+            {
+                "request_id": s.request_id,
+                "tenant": s.request.tenant if s.request else "",
+                "epoch": s.epoch,
+                "num_prompt_tokens": len(s.request.token_ids) if s.request else 0,
+                "num_output_tokens": len(s.token_ids),
+                "gap": s.parked is not None,
+            }
+            for s in self._streams.values()
+        ]
+
+    def refuse_all(self, why: str) -> None:
+        """End all open streams but the durable ones, as `RequestStream.refuse`."""
+        for stream in list(self._streams.values()):
+            if not stream.durable:
+                stream.refuse(why)
 
     def close(self, stream: RequestStream, *, cancel: str = "") -> None:
         """Forget the stream; later events are dropped. With a reason in `cancel`, the work upstream is

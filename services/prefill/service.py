@@ -6,6 +6,7 @@ import structlog
 from services.engine.host import ENGINE_COUNTERS, EngineHost, stalled
 from services.prefill.worker import PrefillWorker
 from services.transfer import Identity, Region, socket_source
+from shared.config import DRAIN_S
 from shared.health import Probes, serve_http
 from shared.metrics import Metrics
 from shared.offload import ThreadLane
@@ -13,7 +14,6 @@ from shared.process import Process
 from shared.worker_cell import WorkerCell
 
 log = structlog.get_logger(__name__)
-DRAIN_S = 30.0
 COUNTERS = ("requests", "handed_off", "finished_here", "cancelled", "expired", "failed")
 SOURCE_COUNTERS = (
     *("bytes_sent", "blocks_sent", "bytes_filler", "reads", "refused", "malformed", "stale", "released", "expired"),

@@ -15,7 +15,7 @@ from shared.bus import Bus, Delivery, RedisBus
 from shared.clock import Clock
 from shared.config import PrefixIndexConfig
 from shared.errors import BusError
-from shared.health import Probes, serve_http
+from shared.health import Probes, excused, serve_http
 from shared.ids import Incarnation
 from shared.keys import Keys
 from shared.lazy_reader import LazyReader
@@ -145,7 +145,7 @@ async def serve(process: Process) -> None:
     ready = anyio.Event()
     metrics = Metrics("prefix_index")
     metrics.stats(service.stats, counters=COUNTERS)
-    probes = Probes(health=service.health, ready=lambda: (ready.is_set(), {}), metrics=metrics)
+    probes = Probes(health=excused(service.health, process.link), ready=lambda: (ready.is_set(), {}), metrics=metrics)
     async with anyio.create_task_group() as tasks:
         port = await tasks.start(serve_http, process.settings.index.host, process.settings.index.port, probes)
         log.info("service.listening", port=port)

@@ -25,7 +25,7 @@ from shared.bus import Bus, RedisBus
 from shared.clock import Clock
 from shared.config import LeaseConfig, SchedulerConfig
 from shared.errors import BusError
-from shared.health import Probes, serve_http
+from shared.health import Probes, excused, serve_http
 from shared.ids import Incarnation
 from shared.keys import Keys
 from shared.leases import Leases
@@ -157,7 +157,7 @@ async def serve(process: Process) -> None:
     ready = anyio.Event()
     metrics = Metrics("scheduler")
     metrics.stats(scheduler.stats, counters=COUNTERS)
-    probes = Probes(health=scheduler.health, ready=lambda: (ready.is_set(), {}), metrics=metrics)
+    probes = Probes(health=excused(scheduler.health, process.link), ready=lambda: (ready.is_set(), {}), metrics=metrics)
     async with anyio.create_task_group() as tasks:
         port = await tasks.start(serve_http, settings.scheduler.host, settings.scheduler.port, probes)
         log.info("service.listening", port=port)

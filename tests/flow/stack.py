@@ -85,13 +85,22 @@ class Stack:
         """Until these services (all, if none is named) answer /ready with 200."""
         deadline = time.monotonic() + READY_S
         for name in names or self._specs:
-            while not self._is_ready(name):
+            while not self.is_ready(name):
                 code = self._processes[name].poll()
                 assert code is None, f"{name} ended with {code}\n{self.tail()}"
                 assert time.monotonic() < deadline, f"{name} is not ready\n{self.tail()}"
                 time.sleep(0.05)
 
-    def _is_ready(self, name: str) -> bool:
+    @property
+    def services(self) -> list[str]:
+        """Names of all but Redis."""
+        return list(self._specs)
+
+    def is_running(self, name: str) -> bool:
+        return self._processes[name].poll() is None
+
+    def is_ready(self, name: str) -> bool:
+        """Whether it answers /ready with 200 now."""
         with suppress(httpx.HTTPError):
             return httpx.get(self._specs[name].ready, timeout=5).status_code == 200
         return False
@@ -151,7 +160,7 @@ class Stack:
             assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}\n{self.tail()}"
             time.sleep(0.02)
 
-    def wait_idle(self) -> None:
+    def wait_idle(self, timeout_s: float = 15.0) -> None:
         """Until every pool is back at its start and no credit is taken: what each test must leave behind."""
 
         def idle() -> bool:
@@ -169,7 +178,7 @@ class Stack:
                 waiting = client.zcard(keys.leases()) + client.zcard(keys.queued())
                 return not any(taken) and not held and not waiting
 
-        self.wait_until(idle, "all blocks free, no credit taken, nothing held, no lease left")
+        self.wait_until(idle, "all blocks free, no credit taken, nothing held, no lease left", timeout_s)
 
     def tail(self, lines: int = 25) -> str:
         """The end of every log."""

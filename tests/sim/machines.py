@@ -177,6 +177,10 @@ class StepTicket:
         await self._world.clock.sleep(max(0.0, self._due - self._world.clock.now()))
         self.do()
 
+    @property
+    def is_over(self) -> bool:
+        return self._outcome is not None
+
     def do(self) -> None:
         if self._outcome is not None:
             return

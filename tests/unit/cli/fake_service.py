@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 PORTS = {
-    "gateway": "BATON_GATEWAY_PORT",
+    "gateway": "BATON_GATEWAY_INTERNAL_PORT",
     "scheduler": "BATON_SCHEDULER_PORT",
     "prefix_index": "BATON_INDEX_PORT",
     "prefill": "BATON_WORKER_HEALTH_PORT",

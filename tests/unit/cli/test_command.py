@@ -74,7 +74,9 @@ def test_detach_status_and_down(baton: Command):
     code, out = baton.up("--detach", "--prefill", "2")
     assert code == 0, out
     assert f"Baton is ready: http://127.0.0.1:{baton.port} (SmolLM2-135M-Instruct, 2 prefill, 1 decode) in " in out
-    assert f"http://127.0.0.1:{baton.port}/metrics" in out
+    gateway = next(s for s in baton.state().services if s.name == "gateway")
+    assert f"  metrics  {gateway.url}/metrics\n" in out
+    assert not gateway.url.endswith(f":{baton.port}")
     processes = baton.processes()
     names = ["redis", "prefix-index", "scheduler", "gateway", "prefill-0", "prefill-1", "decode-0"]
     assert [s.name for s in baton.state().services] == names

@@ -76,7 +76,7 @@ def test_each_service_reads_back_what_was_planned_for_it():
     read = {name: load(environ={k: v for k, v in s.env.items() if k.startswith("BATON_")}) for name, s in specs.items()}
     assert specs["scheduler"].ready == f"http://127.0.0.1:{read['scheduler'].scheduler.port}/ready"
     assert specs["prefix-index"].ready == f"http://127.0.0.1:{read['prefix-index'].index.port}/ready"
-    assert specs["gateway"].ready == "http://127.0.0.1:9000/ready"
+    assert specs["gateway"].ready == f"http://127.0.0.1:{read['gateway'].gateway.internal_port}/ready"
     workers = {name: read[name].worker for name in ("prefill-0", "prefill-1", "decode-0")}
     assert [w.name for w in workers.values()] == list(workers)
     assert [w.cores for w in workers.values()] == ["0-1", "2-3", "4"]

@@ -48,7 +48,7 @@ def test_a_busy_port(baton: Say):
     [
         (("--model", "/no/such/model.gguf"), "baton: model /no/such/model.gguf: no such file or folder"),
         (("--config", "/no/such.toml"), "baton: configuration file /no/such.toml: No such file or directory"),
-        (("--transport", "pigeon"), "baton: configuration: "),
+        (("--transport", "pigeon"), "baton: --transport: Invalid enum value 'pigeon'"),
         (("--num-blocks", "many"), "--num-blocks"),
         (("--max-num-seqs", "0"), "baton: configuration: engine.max_num_seqs must be above 0, got 0"),
         (("--decode", "0"), "baton: --decode must be from 1 to 256, got 0"),
@@ -120,3 +120,12 @@ def test_chat_without_a_server(baton: Say):
     code, out = baton("chat", "--port", str(free_port()), "--message", "Hello")
     assert code == 1
     assert out.endswith("start it with './baton up'\n")
+
+
+@pytest.mark.parametrize("words", [("down",), ("status",), ("queue", "ls"), ("chat", "-m", "hi")], ids=lambda w: w[0])
+@pytest.mark.parametrize("port", ["-5", "0", "70000"])
+def test_a_port_that_cannot_be_is_refused(baton: Say, words: tuple[str, ...], port: str):
+    """By every command that names a stack by it; exit code 2, as for any wrong use."""
+    code, out = baton(*words, "--port", port)
+    assert code == 2
+    assert "--port" in out

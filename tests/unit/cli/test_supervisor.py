@@ -8,7 +8,7 @@ import anyio.lowlevel
 import pytest
 
 from services.cli.restart import RestartPolicy
-from services.cli.supervisor import Died, Running, Service, ServiceSpec, Supervisor
+from services.cli.supervisor import HEALTH_EVERY_S, HUNG_S, Died, Running, Service, ServiceSpec, Supervisor
 
 pytestmark = pytest.mark.anyio
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
@@ -68,6 +68,7 @@ class World:
         self.deaf: set[str] = set()
         self.unready: set[str] = set()
         self.doomed: dict[str, int] = {}  # exit code of who dies at once
+        self.hung: set[FakeProcess] = set()
 
     async def spawn(self, spec: ServiceSpec) -> Running:
         await anyio.lowlevel.checkpoint()
@@ -81,6 +82,10 @@ class World:
     async def ready(self, spec: ServiceSpec) -> bool:
         await anyio.lowlevel.checkpoint()
         return spec.name in self.alive and spec.name not in self.unready
+
+    async def hangs(self, spec: ServiceSpec) -> str:
+        await anyio.lowlevel.checkpoint()
+        return "it does not answer" if self.alive.get(spec.name) in self.hung else ""
 
 
 def spec(name: str, stage: int = 0, stop_order: int = 0, drain_s: float = 0.05) -> ServiceSpec:
@@ -96,6 +101,7 @@ class Bench:
         self.world = World()
         self.deaths: list[Died] = []
         self.readied: list[str] = []
+        self.hangs: list[tuple[str, str]] = []
         self.supervisor = Supervisor(
             specs,
             spawner=self.world,
@@ -104,6 +110,7 @@ class Bench:
             policy=RestartPolicy(max_deaths=4, max_deaths_starting=2),
             on_ready=lambda row: self.readied.append(row.spec.name),
             on_death=self.deaths.append,
+            on_hang=lambda row, why: self.hangs.append((row.spec.name, why)),
         )
 
     def row(self, name: str) -> Service:
@@ -236,3 +243,36 @@ async def test_cancelling_the_supervisor_kills_its_services():
         await until(lambda: bench.readied == ["a"])
         tasks.cancel_scope.cancel()
     assert bench.world.signals == [("a", KILL)]
+
+
+async def test_a_service_that_hangs_is_killed_and_started_again():
+    """Its pid lives, it even was ready; but nothing moves, for longer than anything may take."""
+    bench = Bench(spec("a"), spec("b"))
+    world = bench.world
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: bench.run(then=lambda: None))
+        await until(lambda: bench.readied == ["a", "b"])
+        world.hung.add(world.alive["b"])
+        await until(lambda: bench.readied == ["a", "b", "b"])
+        bench.supervisor.stop()
+    assert bench.hangs == [("b", "it does not answer")]
+    assert ("b", KILL) in world.signals
+    assert ("a", KILL) not in world.signals
+    assert [died.code for died in bench.deaths] == [-KILL]
+
+
+async def test_a_service_that_only_stumbles_is_left_alone():
+    """Silent at some looks, with an answer in between, for ten times as long as a hang may last."""
+    bench = Bench(spec("a"))
+    world, clock = bench.world, bench.supervisor._clock
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: bench.run(then=lambda: None))
+        await until(lambda: bench.readied == ["a"])
+        while clock.now() < 10 * HUNG_S:
+            for wait_s, hung in ((HUNG_S / 2, {world.alive["a"]}), (2 * HEALTH_EVERY_S, set[FakeProcess]())):
+                world.hung = hung
+                since = clock.now()
+                await until(lambda since=since, wait_s=wait_s: clock.now() > since + wait_s)
+        bench.supervisor.stop()
+    assert bench.hangs == []
+    assert KILL not in [sig for _, sig in world.signals]

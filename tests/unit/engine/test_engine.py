@@ -194,7 +194,8 @@ class CountingLane(ThreadLane):
         self.plans: list[StepPlan] = []
 
     def submit(self, fn, *args):
-        self.plans.append(args[0])
+        if isinstance(args[0], StepPlan):
+            self.plans.append(args[0])
         return super().submit(fn, *args)
 
 

@@ -20,6 +20,7 @@ from tests.unit.engine.helpers import BLOCK, Rig, make_spec
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=18) | st.integers(1, 18).map(lambda n: [0] * n)
 CREDITS = st.none() | st.integers(-2, 3)  # beyond the blocks that the prompt needs; None: no credit at all
+WHICH = st.integers(0, 63)
 
 
 @dataclass
@@ -37,9 +38,15 @@ class Known:
 
 
 class PlannerMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(5, 14), seqs=st.integers(1, 5), budget=st.integers(1, 24), caching=st.booleans())
-    def begin(self, num_blocks: int, seqs: int, budget: int, caching: bool) -> None:
-        self.rig = Rig(num_blocks, seqs=seqs, budget=budget, caching=caching)
+    @initialize(
+        num_blocks=st.integers(5, 14),
+        seqs=st.integers(1, 5),
+        budget=st.integers(1, 24),
+        caching=st.booleans(),
+        bays=st.integers(0, 12),
+    )
+    def begin(self, num_blocks: int, seqs: int, budget: int, caching: bool, bays: int) -> None:
+        self.rig = Rig(num_blocks, seqs=seqs, budget=budget, caching=caching, bays=bays)
         self.planner = self.rig.planner
         self.known: dict[str, Known] = {}
         self.plans: list[StepPlan] = []  # in flight, the eldest first
@@ -80,6 +87,7 @@ class PlannerMachine(RuleBasedStateMachine):
         if held is None:
             assert self.books() == before
             return
+        self.rig.runner.move(self.planner.take_moves(), ())  # before the transfer begins
         hits = held.num_hit_blocks
         assert len(held.block_ids) == -(-len(known.spec.token_ids) // BLOCK)
         assert self.rig.holds_kv(known.spec.token_ids[: hits * BLOCK], held.block_ids)
@@ -88,35 +96,35 @@ class PlannerMachine(RuleBasedStateMachine):
         self.known[known.spec.seq_id] = known
 
     @precondition(lambda self: self.in_phase("landing"))
-    @rule(data=st.data())
-    def land(self, data) -> None:
-        known = self.pick(data, "landing")
+    @rule(which=WHICH)
+    def land(self, which) -> None:
+        known = self.pick(which, "landing")
         self.land_one(known)
 
     @precondition(lambda self: self.in_phase("landing", "quarantined"))
-    @rule(data=st.data())
-    def drop(self, data) -> None:
+    @rule(which=WHICH)
+    def drop(self, which) -> None:
         """The transfer failed, after writing whatever it liked."""
-        known = self.pick(data, "landing", "quarantined")
+        known = self.pick(which, "landing", "quarantined")
         self.rig.scribble(known.landing)
         self.planner.drop(known.spec.seq_id)
         known.phase = "over"
 
     @precondition(lambda self: self.in_phase("quarantined"))
-    @rule(data=st.data())
-    def late_write(self, data) -> None:
+    @rule(which=WHICH)
+    def late_write(self, which) -> None:
         """A transfer whose seq was aborted still writes."""
-        self.rig.scribble(self.pick(data, "quarantined").landing)
+        self.rig.scribble(self.pick(which, "quarantined").landing)
 
     @precondition(lambda self: self.in_phase("handed_off"))
-    @rule(data=st.data())
-    def release(self, data) -> None:
-        self.release_one(self.pick(data, "handed_off"))
+    @rule(which=WHICH)
+    def release(self, which) -> None:
+        self.release_one(self.pick(which, "handed_off"))
 
     @precondition(lambda self: self.in_phase("active", "landing", "handed_off"))
-    @rule(data=st.data())
-    def abort(self, data) -> None:
-        known = self.pick(data, "active", "landing", "handed_off")
+    @rule(which=WHICH)
+    def abort(self, which) -> None:
+        known = self.pick(which, "active", "landing", "handed_off")
         self.planner.abort(known.spec.seq_id)
         self.planner.abort(known.spec.seq_id)
         known.phase = "quarantined" if known.phase == "landing" else "over"
@@ -128,6 +136,7 @@ class PlannerMachine(RuleBasedStateMachine):
     def plan_step(self) -> None:
         plan = self.planner.plan()
         if plan is not None:
+            self.rig.runner.move(plan.parks, plan.restores)  # nothing else writes those blocks until the plan is run
             self.plans.append(plan)
 
     @precondition(lambda self: self.plans)
@@ -296,9 +305,9 @@ class PlannerMachine(RuleBasedStateMachine):
     def in_phase(self, *phases: str) -> list[Known]:
         return [known for known in self.known.values() if known.phase in phases]
 
-    def pick(self, data, *phases: str) -> Known:
+    def pick(self, which: int, *phases: str) -> Known:
         choices = self.in_phase(*phases)
-        return choices[data.draw(st.integers(0, len(choices) - 1))]
+        return choices[which % len(choices)]
 
     def books(self) -> tuple:
         stats = self.planner.stats()

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels import sampling
 from kernels.cpu import _kernels
 from kernels.reference import sampling as reference
-from services.engine import sampler
-from services.engine.sampler import sample, uniform
+from services.engine.sampler import sample as choose
+from services.engine.sampler import uniform
 from services.engine.types import SampleSpec
 from shared.errors import ModelError
 from shared.messages import SamplingParams
@@ -19,6 +20,10 @@ from shared.messages import SamplingParams
 
 def spec(position: int = 0, *, choice: int = 0, **params) -> SampleSpec:
     return SampleSpec(SamplingParams(max_tokens=1, **params), choice, position)
+
+
+def sample(logits, specs, num_threads=1, allowed=None) -> list[int]:
+    return choose(logits, specs, num_threads, allowed).tokens
 
 
 def exact_probabilities(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -> np.ndarray:
@@ -42,7 +47,7 @@ def exact_probabilities(logits: torch.Tensor, temperature: float, top_p: float, 
 def test_tokens_fall_as_often_as_their_probabilities_say(monkeypatch, temperature, top_p, top_k, body):
     """Chi-squared over 6,000 draws; in the reference also with few candidates (most rows ranked in full)."""
     if body != "compiled":
-        monkeypatch.setattr(sampler, "draw_tokens", reference.draw_tokens)
+        monkeypatch.setattr(sampling, "extension", lambda: None)
         monkeypatch.setattr(reference, "CANDIDATES", 4 if body == "few candidates" else 256)
     logits = torch.randn(40, generator=torch.Generator().manual_seed(3)) * 2
     draws, seed = 6_000, 11
@@ -90,10 +95,11 @@ def test_top_k_beyond_the_vocabulary_is_off():
 
 
 params = st.builds(
-    lambda t, p, k, seed: {"temperature": t, "top_p": p, "top_k": k, "seed": seed},
+    lambda t, p, k, m, seed: {"temperature": t, "top_p": p, "top_k": k, "min_p": m, "seed": seed},
     st.sampled_from([0.0, 0.3, 1.0, 2.0]),
     st.sampled_from([1.0, 0.95, 0.5, 0.05]),
     st.sampled_from([0, 1, 3, 40, 500]),
+    st.sampled_from([0.0, 0.02, 0.5, 1.0]),
     st.integers(-(2**63), 2**64 - 1),
 )
 
@@ -119,7 +125,7 @@ def test_few_candidates_draw_the_same_as_many(chosen, position, wide):
     specs = [spec(position, **chosen)]
     answers = set(sample(logits, specs))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "draw_tokens", reference.draw_tokens)
+        patch.setattr(sampling, "extension", lambda: None)
         for candidates in (1, 8, 64, 500):
             patch.setattr(reference, "CANDIDATES", candidates)
             answers.update(sample(logits, specs))
@@ -137,8 +143,9 @@ def test_the_compiled_body_draws_what_the_reference_draws(simd: bool):
     top_k = rng.choice([1, 3, 50, 4000, 5003], rows)
     top_p, u = rng.choice([0.1, 0.9, 1.0], rows), rng.random(rows)
     got = np.empty(rows, np.int64)
-    _kernels.draw_tokens(logits, temperature, top_k, top_p, u, got, 2, simd)
-    np.testing.assert_array_equal(got, reference.draw_tokens(logits, temperature, top_k, top_p, u))
+    least = np.log(np.clip(rng.choice([0.0, 0.01, 0.3], rows), 1e-30, None)).astype(np.float32)
+    _kernels.draw_tokens(logits, temperature, top_k, top_p, least, u, got, 2, simd)
+    np.testing.assert_array_equal(got, reference.draw_tokens(logits, temperature, top_k, top_p, least, u))
     assert (got % 7 != 0).all()
 
 

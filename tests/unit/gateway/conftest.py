@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from services.gateway.app import build_app
 from shared.clock import ManualClock
 from shared.config import GatewayConfig
+from shared.http_protocol import HttpProtocol
 from shared.ids import Incarnation
 from shared.model_path import resolve
 from shared.randomness import SeededRandomness
@@ -48,7 +49,8 @@ class Gateway:
     @asynccontextmanager
     async def server(self, send_buffer: int | None = None) -> AsyncIterator[int]:
         """A real HTTP server on a free port, its connections with so small a buffer in the kernel."""
-        server = uvicorn.Server(uvicorn.Config(self.app, port=0, log_level="critical", timeout_graceful_shutdown=1))
+        config = uvicorn.Config(self.app, http=HttpProtocol, port=0, log_level="critical", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(server._serve)
             while not server.started:

@@ -19,6 +19,7 @@ from tests.unit.gateway.fakes import FakePort
 
 pytestmark = pytest.mark.anyio
 LEASE = LeaseConfig()
+QUEUE_TIMEOUT_S = 100.0
 R = RequestId("r")
 
 
@@ -29,6 +30,7 @@ class FakeRegistry:
     unknown: bool = False
     state: Literal["live", "ended", "lost"] = "live"
     greetings: int = 0
+    waits: bool = False
     readmitted: list[tuple[RequestId, int, tuple[int, ...]]] = field(default_factory=list)
 
     async def greet(self) -> bool:
@@ -37,6 +39,9 @@ class FakeRegistry:
 
     async def states(self, request_ids: Sequence[RequestId]) -> list[Literal["live", "ended", "lost"]]:
         return [self.state for _ in request_ids]
+
+    async def queued(self, request_ids: Sequence[RequestId]) -> list[bool]:
+        return [self.waits for _ in request_ids]
 
     async def readmit(self, request: GenerateRequest, epoch: int, output: Sequence[int]) -> Admission:
         self.readmitted.append((request.request_id, epoch, tuple(output)))
@@ -69,7 +74,7 @@ def desk() -> Desk:
     )
     stream.accept(EpochRaised(R, 3, 0), 0.0)
     stream.accept(Tokens(R, 3, 0, 0, (7, 8)), 0.0)
-    return Desk(registry, streams, stream, Keeper(registry, streams, clock, LEASE), mailbox, clock)
+    return Desk(registry, streams, stream, Keeper(registry, streams, clock, LEASE, QUEUE_TIMEOUT_S), mailbox, clock)
 
 
 async def look_later(desk: Desk) -> None:
@@ -129,3 +134,23 @@ async def test_an_ended_stream_is_not_readmitted(desk: Desk) -> None:
     desk.stream.accept(Finished(R, 3, "stop", 2), 0.0)
     await look_later(desk)
     assert not desk.registry.readmitted
+
+
+@pytest.mark.parametrize("case", ["waits", "runs", "has tokens", "durable", "in time"])
+async def test_a_request_that_waited_too_long_for_a_worker_is_refused(desk: Desk, case: str) -> None:
+    """Only while it waits: not one that is being computed, that has tokens, or that may wait for ever."""
+    now = desk.clock.now()
+    stream = desk.streams.open(RequestId("late"), 0, desk.mailbox, now)
+    stream.request = desk.stream.request
+    desk.registry.waits = case != "runs"
+    stream.durable = case == "durable"
+    if case == "has tokens":
+        stream.accept(Tokens(RequestId("late"), 1, 0, 0, (7,)), now)
+    desk.clock.advance(QUEUE_TIMEOUT_S + (-1 if case == "in time" else 1))
+    await desk.keeper.look()
+    assert stream.is_open == (case != "waits")
+    if case == "waits":
+        finished = (await desk.mailbox.take())[-1].finished
+        assert finished is not None
+        assert (finished.reason, finished.error) == ("cancelled", "queue_timeout")
+        assert not stream.ended_upstream, "so that closing it cancels it in the queue"

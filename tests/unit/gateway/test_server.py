@@ -1,5 +1,6 @@
 """Over a real connection: gone clients, slow clients, and OpenAI's own client."""
 
+import contextlib
 import json
 import re
 import socket
@@ -188,3 +189,28 @@ async def test_requests_one_after_another_share_a_connection(gateway: Gateway):
             for _ in range(3):
                 await connection.send(post({"prompt": "hi"}))
                 assert b" 200 " in await read_until(connection, b'"usage"')
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"NO SENSE\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\n bad header\r\n:\r\n\r\n",
+        b"\x16\x03\x01\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+async def test_bytes_that_are_no_http_get_an_error_like_all_others(gateway: Gateway, raw: bytes):
+    """400 in OpenAI's shape, and the connection ends."""
+    async with gateway.server() as port:
+        async with await anyio.connect_tcp("127.0.0.1", port) as connection:
+            await connection.send(raw)
+            got = b""
+            with anyio.fail_after(10), contextlib.suppress(anyio.EndOfStream):
+                while True:
+                    got += await connection.receive()
+    head, _, body = got.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"application/json" in head
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")

@@ -55,6 +55,20 @@ def test_a_bad_variable_is_named(env: dict[str, str], named: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("variable", "value"),
+    [("BATON_GATEWAY_PORT", "eighty"), ("BATON_TRANSFER_TRANSPORTS", "shm,rdma"), ("BATON_LOG_LEVEL", "loud")],
+)
+def test_a_variable_of_a_wrong_type_is_named_as_it_was_set(tmp_path: Path, variable: str, value: str) -> None:
+    """By the variable's own name, not only by the field's; the same fault in a file is the file's."""
+    with pytest.raises(ConfigError, match=f"environment variable {variable}: "):
+        load(environ={"BATON_GATEWAY_HOST": "::1", variable: value})
+    path = tmp_path / "baton.toml"
+    path.write_text("[gateway]\nport = 'eighty'\n")
+    with pytest.raises(ConfigError, match=r"^configuration: .*gateway.port"):
+        load(path, {"BATON_GATEWAY_HOST": "::1"})
+
+
+@pytest.mark.parametrize(
     ("text", "named"),
     [
         ("[gateway]\nprot = 1\n", "prot"),
