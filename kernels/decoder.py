@@ -1,6 +1,6 @@
 """A decoder's forward pass in one C++ call: arrays in, logits out, the KV pool changed on the way.
 
-For models of the Llama family on a CPU. `kernels.reference` has the same arithmetic in torch, op by op.
+For the models of `services.engine.model_spec` on a CPU. `kernels.reference` has the same arithmetic in torch, op by op.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.kv_rows import CACHE_DTYPES, head_dim_of
 from kernels.packing import Format
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
-_CACHE_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def extension() -> ModuleType | None:
@@ -47,12 +47,21 @@ class PackedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class LayerMatrices:
+    """Weights of one layer, and how it attends. What is None the model does not have."""
+
     attn_norm: Floats  # [hidden]
     qkv: tuple[PackedMatrix, ...]  # together [(heads + 2 * kv_heads) * head_dim, hidden]
     o: PackedMatrix  # [hidden, heads * head_dim]
     mlp_norm: Floats  # [hidden]
     gate_up: PackedMatrix  # blocks of gate and up in turns, `kernels.packing.interleave`
     down: PackedMatrix  # [hidden, intermediate]
+    qkv_bias: Floats | None = None  # [(heads + 2 * kv_heads) * head_dim]
+    q_norm: Floats | None = None  # [head_dim], of each head, before RoPE
+    k_norm: Floats | None = None
+    attn_post_norm: Floats | None = None  # [hidden], of what attention adds to the residual
+    mlp_post_norm: Floats | None = None
+    window: int = 0  # a row sees the last so many tokens, itself included; 0: all
+    rope: int = 0  # which of the model's; -1: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,11 @@ class DecoderShape:
     head_dim: int
     vocab_size: int
     rms_eps: float
+    attention_scale: float  # of q k^T
+    embed_scale: float = 1.0
+    attention_softcap: float = 0.0  # x becomes cap * tanh(x / cap); 0: it stays
+    logit_softcap: float = 0.0
+    gelu: bool = False  # GELU (tanh form) in place of SiLU
 
 
 class Decoder:
@@ -73,6 +87,7 @@ class Decoder:
         self,
         shape: DecoderShape,
         inverse_frequencies: Floats,
+        rope_scales: Floats,
         embed: PackedMatrix,
         layers: Sequence[LayerMatrices],
         norm: Floats,
@@ -80,11 +95,15 @@ class Decoder:
         *,
         simd: bool = True,
     ) -> None:
-        """:param inverse_frequencies: RoPE's, float32 `[head_dim / 2]`. :param simd: False takes the scalar body."""
+        """
+        :param inverse_frequencies: of each RoPE, float32 `[num_ropes, head_dim / 2]`.
+        :param rope_scales: what each RoPE's cosines and sines are multiplied by, `[num_ropes]`.
+        :param simd: False takes the scalar body.
+        """
         assert _kernels is not None, "the extension is not built"
         self._kept = (embed, tuple(layers), norm, head)  # the extension holds their addresses
         self._simd, self._vocab = simd, shape.vocab_size
-        self._decoder = _kernels.Decoder(
+        sizes = _kernels.DecoderShape(
             shape.hidden_size,
             shape.intermediate_size,
             shape.num_heads,
@@ -92,16 +111,30 @@ class Decoder:
             shape.head_dim,
             shape.vocab_size,
             shape.rms_eps,
-            inverse_frequencies,
-            _matrix(embed),
-            _matrix(head),
-            norm,
+            shape.embed_scale,
+            shape.attention_scale,
+            shape.attention_softcap,
+            shape.logit_softcap,
+            shape.gelu,
         )
+        self._decoder = _kernels.Decoder(sizes, inverse_frequencies, rope_scales, _matrix(embed), _matrix(head), norm)
         for layer in layers:
             columns = np.cumsum([0, *(part.num_outputs for part in layer.qkv)]).tolist()
             parts = [(first, _matrix(part)) for first, part in zip(columns[:-1], layer.qkv, strict=True)]
             self._decoder.add_layer(
-                layer.attn_norm, parts, _matrix(layer.o), layer.mlp_norm, _matrix(layer.gate_up), _matrix(layer.down)
+                layer.attn_norm,
+                parts,
+                _matrix(layer.o),
+                layer.mlp_norm,
+                _matrix(layer.gate_up),
+                _matrix(layer.down),
+                layer.qkv_bias,
+                layer.q_norm,
+                layer.k_norm,
+                layer.attn_post_norm,
+                layer.mlp_post_norm,
+                layer.window,
+                layer.rope,
             )
         self._logits = np.empty((0, shape.vocab_size), np.float32)
 
@@ -119,7 +152,8 @@ class Decoder:
     ) -> Floats:
         """Compute the rows of a step. Mutates `pool` at the rows' slots.
 
-        :param pool: `[num_blocks, kv_heads, layers, 2, block_size, head_dim]`, the last dim contiguous.
+        :param pool: `[num_blocks, kv_heads, layers, 2, block_size, row]`, the last dim contiguous; see
+            `kernels.kv_rows`.
         :param token_ids, positions, slot_mapping: `[num_rows]`; the others as in `kernels.ops.paged_attention`.
         :param logit_rows: rows whose logits are wanted, `[num_logits]`.
         :returns: `[num_logits, vocab]`, valid until the next call.
@@ -152,17 +186,17 @@ def _matrix(packed: PackedMatrix):
 
 def _layer_cache(pool: torch.Tensor):
     assert _kernels is not None
-    assert pool.dim() == 6, "pool: [num_blocks, kv_heads, layers, 2, block_size, head_dim]"
-    assert pool.stride(5) == 1, "pool: head_dim contiguous"
-    num_blocks, num_kv_heads, _, _, block_size, head_dim = pool.shape
+    assert pool.dim() == 6, "pool: [num_blocks, kv_heads, layers, 2, block_size, row]"
+    assert pool.stride(5) == 1, "pool: rows contiguous"
+    num_blocks, num_kv_heads, _, _, block_size, _ = pool.shape
     block_stride, head_stride, _, kv_stride, token_stride, _ = pool.stride()
     return _kernels.LayerCache(
         pool.data_ptr(),
-        _CACHE_DTYPES[pool.dtype],
+        CACHE_DTYPES[pool.dtype],
         num_blocks,
         num_kv_heads,
         block_size,
-        head_dim,
+        head_dim_of(pool),
         block_stride,
         head_stride,
         kv_stride,

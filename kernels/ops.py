@@ -1,7 +1,8 @@
 """The one dispatcher. Shapes, strides and dtypes are checked here, before any body runs.
 
 Outputs are passed in. A layer's cache is a view `pool[:, :, layer]` of the block-major pool, shape
-`[num_blocks, num_kv_heads, 2, block_size, head_dim]` (2 = key, value), float32, float16 or bfloat16.
+`[num_blocks, num_kv_heads, 2, block_size, row]` (2 = key, value) of one of `CACHE_DTYPES`; a row is `head_dim` numbers,
+and in an 8-bit pool a scale behind them (`kernels.kv_rows`).
 A wrong shape is the caller's bug and asserts; an id outside the pool raises IndexError before a byte moves.
 """
 
@@ -11,9 +12,8 @@ from types import ModuleType
 
 import torch
 
+from kernels.kv_rows import CACHE_DTYPES, head_dim_of
 from kernels.reference import body as reference
-
-CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _compiled_body() -> ModuleType | None:
@@ -41,7 +41,7 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slot_mapping
     :raises IndexError: a slot is outside the pool; nothing was written.
     """
     _check_cache(cache)
-    assert k.shape == v.shape == (slot_mapping.shape[0], cache.shape[1], cache.shape[4]), "k, v: shape"
+    assert k.shape == v.shape == (slot_mapping.shape[0], cache.shape[1], head_dim_of(cache)), "k, v: shape"
     assert _dense_rows(k, v), "k, v: float32, heads contiguous"
     assert _is_index(slot_mapping, 1), "slot_mapping: contiguous int32"
     _paged.store_kv(k, v, cache, slot_mapping)
@@ -56,6 +56,9 @@ def paged_attention(
     context_lens: torch.Tensor,
     scale: float,
     num_threads: int = 1,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> None:
     """Causal attention of new rows over paged keys and values, many seqs of any mix in one call. Mutates `out`.
 
@@ -68,11 +71,13 @@ def paged_attention(
     :param block_tables: int32 `[num_seqs, max_blocks]`, ids in order; only entries that `context_lens` needs are read.
     :param query_start: int32 `[num_seqs + 1]`, ascending from 0 to num_rows.
     :param context_lens: int32 `[num_seqs]`, tokens of each seq, its new rows included.
+    :param window: a row sees the last so many tokens, itself included; 0 is all of them.
+    :param softcap: scores become `softcap * tanh(score / softcap)` (Bello et al. 2016); 0 leaves them.
     :raises IndexError: a block id is outside the pool, or a table is too short; `out` is untouched.
     """
     _check_cache(cache)
     num_seqs = context_lens.shape[0]
-    assert q.shape == out.shape == (q.shape[0], q.shape[1], cache.shape[4]), "q, out: shape"
+    assert q.shape == out.shape == (q.shape[0], q.shape[1], head_dim_of(cache)), "q, out: shape"
     assert q.shape[1] % cache.shape[1] == 0, "q: heads are a multiple of KV heads"
     assert _dense_rows(q, out), "q, out: float32, heads contiguous"
     assert _is_index(block_tables, 2), "block_tables: contiguous int32"
@@ -81,7 +86,10 @@ def paged_attention(
     assert query_start.shape[0] == num_seqs + 1, "query_start: [num_seqs + 1]"
     assert _is_index(context_lens, 1), "context_lens: contiguous int32"
     assert int(query_start[-1]) == q.shape[0], "query_start: must end at num_rows"
-    _paged.paged_attention(out, q, cache, block_tables, query_start, context_lens, scale, num_threads)
+    assert window >= 0, "window: tokens"
+    _paged.paged_attention(
+        out, q, cache, block_tables, query_start, context_lens, scale, num_threads, window=window, softcap=softcap
+    )
 
 
 def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
@@ -115,11 +123,17 @@ def silu_mul(out: torch.Tensor, gate_up: torch.Tensor) -> None:
     reference.silu_mul(out, gate_up)
 
 
+def gelu_mul(out: torch.Tensor, gate_up: torch.Tensor) -> None:
+    """`out = gelu(gate) * up` with GELU's tanh form (Hendrycks and Gimpel 2016). Mutates `out`. Shapes: `silu_mul`."""
+    assert gate_up.shape == (out.shape[0], 2 * out.shape[1])
+    reference.gelu_mul(out, gate_up)
+
+
 def _check_cache(cache: torch.Tensor) -> None:
-    assert cache.dim() == 5, "cache: [num_blocks, num_kv_heads, 2, block_size, head_dim]"
+    assert cache.dim() == 5, "cache: [num_blocks, num_kv_heads, 2, block_size, row]"
     assert cache.shape[2] == 2, "cache: dim 2 is key and value"
     assert cache.dtype in CACHE_DTYPES, "cache: dtype"
-    assert cache.stride(4) == 1, "cache: head_dim contiguous"
+    assert cache.stride(4) == 1, "cache: rows contiguous"
     assert cache.device.type == "cpu", "cache: device"
 
 

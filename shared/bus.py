@@ -55,6 +55,10 @@ class Bus(Protocol):
         """Append one entry with these messages."""
         ...
 
+    async def length(self, channel: Channel[Any]) -> int:
+        """Entries that nobody has deleted yet."""
+        ...
+
     def reader(self, *channels: Channel[Any]) -> Reader:
         """The only consumer of these streams; begins with the oldest entry. Earlier channels come first."""
         ...
@@ -89,6 +93,9 @@ class RedisBus:
             await self._link.call(lambda: self._link.client.execute_command(*args))
         else:
             await self._link.batch([args, ("PEXPIRE", channel.key, int(channel.ttl_s * 1000))])
+
+    async def length(self, channel: Channel[Any]) -> int:
+        return await self._link.call(lambda: self._link.client.xlen(channel.key))
 
     def reader(self, *channels: Channel[Any]) -> "RedisReader":
         return RedisReader(self._link, self._clock, channels)

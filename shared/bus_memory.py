@@ -30,7 +30,7 @@ class _Group:
 
 
 class MemoryBus:
-    """Same promises as `RedisBus`. `depth(channel)` is for tests: entries that nobody has acked."""
+    """Same promises as `RedisBus`. `depth(channel)` is for tests: `length`, without waiting."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -50,6 +50,10 @@ class MemoryBus:
 
     def group(self, channel: Channel[Any], group: str, consumer: str) -> "MemoryGroupReader":
         return MemoryGroupReader(self, channel, group, consumer)
+
+    async def length(self, channel: Channel[Any]) -> int:
+        await anyio.lowlevel.checkpoint()
+        return self.depth(channel)
 
     def depth(self, channel: Channel[Any]) -> int:
         return len(self._stream(channel).entries)

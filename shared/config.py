@@ -28,13 +28,14 @@ class RedisConfig(Section, frozen=True):
     url: str = "redis://127.0.0.1:6379/0"
     cell: str = "baton"  # hash tag of all keys
     retry_s: float = 10.0  # how long a lost Redis is retried before a call fails
+    max_memory_mb: int = 512  # of the private Redis that `baton up` runs; beyond, new work is refused
 
 
 class ModelConfig(Section, frozen=True):
     path: str = ""  # GGUF file or safetensors folder; "" = the embedded default
     name: str = ""  # what clients call it; "" = from the file
     dtype: Literal["auto", "float32"] = "auto"  # auto: 4- and 8-bit weights as stored, others in 8 bits; float32: exact
-    kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"  # auto: float16, or float32 as dtype is
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"  # auto: float16, or as dtype is
     cache_dir: str = ""  # where packed weights are kept; "" = ~/.cache/baton
     max_model_len: int = 0  # 0 = the model's own limit
 
@@ -212,6 +213,7 @@ def _check(s: Settings) -> None:
         "engine.max_num_seqs": s.engine.max_num_seqs,
         "engine.max_num_batched_tokens": s.engine.max_num_batched_tokens,
         "worker.num_threads": s.worker.num_threads,
+        "redis.max_memory_mb": s.redis.max_memory_mb,
         "lease.lease_s": s.lease.lease_s,
         "lease.heartbeat_s": s.lease.heartbeat_s,
         "gateway.max_queued": s.gateway.max_queued,

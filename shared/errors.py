@@ -17,6 +17,10 @@ class BusError(BatonError):
     """Redis could not be reached, or refused a command, for longer than the retry limit."""
 
 
+class BusFull(BusError):
+    """Redis has no memory for what is new. What it has goes on, and will free some."""
+
+
 class WireError(BatonError):
     """Bytes that are not a message of the expected channel or protocol version."""
 

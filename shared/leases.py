@@ -37,6 +37,8 @@ from shared.scripts import Scripts
 KEEP_S = 60
 CONTROL_MS = int(CONTROL_TTL_S * 1000)
 NO_LIMIT = 1 << 52
+MAX_EMITTED = 1024
+"""Items of one entry: Lua unpacks no more than some thousand values at once."""
 LIVE = (b"dispatched", b"prefill", b"decode")
 
 AdmitAnswer = Literal["admitted", "full", "duplicate", "unknown"]
@@ -234,9 +236,13 @@ class Leases:
 
     async def deployment_key(self) -> bytes:
         """The deployment's secret for capabilities, made by whoever asks first. 32 bytes."""
-        key, fresh = self._keys.deployment_key(), self._randomness.token(32)
-        await self._link.call(lambda: self._link.client.setnx(key, fresh))
-        return bytes.fromhex((await self._link.call(lambda: self._link.client.get(key))).decode())
+        key, client = self._keys.deployment_key(), self._link.client
+        known = await self._link.call(lambda: client.get(key))
+        if known is None:
+            fresh = self._randomness.token(32)
+            await self._link.call(lambda: client.setnx(key, fresh))
+            known = await self._link.call(lambda: client.get(key))
+        return bytes.fromhex(known.decode())
 
     async def redis_now_ms(self) -> int:
         seconds, micros = await self._link.call(lambda: self._link.client.time())
@@ -272,12 +278,14 @@ class Leases:
 
     async def emit(self, gateway: Incarnation, items: Sequence[tuple[Tokens, AttemptId]]) -> list[bool]:
         """Send tokens of several requests of one gateway. Aligned; False: stale, drop the work."""
-        keys = [self._keys.tokens(gateway).key]
-        args: list[Any] = []
-        for tokens, attempt in items:
-            keys += (self._keys.request(tokens.request_id), self._keys.log(tokens.request_id, tokens.choice))
-            args += (tokens.epoch, attempt, tokens.index, pack_tokens(tokens.token_ids), encode(tokens))
-        answers = await self._scripts.run("emit", keys, args)
+        answers: list[int] = []
+        for start in range(0, len(items), MAX_EMITTED):
+            keys = [self._keys.tokens(gateway).key]
+            args: list[Any] = []
+            for tokens, attempt in items[start : start + MAX_EMITTED]:
+                keys += (self._keys.request(tokens.request_id), self._keys.log(tokens.request_id, tokens.choice))
+                args += (tokens.epoch, attempt, tokens.index, pack_tokens(tokens.token_ids), encode(tokens))
+            answers += await self._scripts.run("emit", keys, args)
         assert -1 not in answers, "a worker emitted past the end of the token log"
         return [answer == 1 for answer in answers]
 

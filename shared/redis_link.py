@@ -11,13 +11,21 @@ from typing import Any, TypeVar
 import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import BusyLoadingError, RedisError
+from redis.exceptions import (
+    BusyLoadingError,
+    ClusterDownError,
+    MasterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    TryAgainError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.clock import Clock
 from shared.config import RedisConfig
-from shared.errors import BusError
+from shared.errors import BusError, BusFull
 
 T = TypeVar("T")
 MIN_VERSION = (6, 2)
@@ -25,6 +33,11 @@ SOCKET_TIMEOUT_S = 8.0
 MAX_BLOCK_S = 2.0
 """Blocking reads are cut to this and repeated: below the socket time-out, so that a dead link is noticed."""
 
+_FULL = "OOM command not allowed"
+_UNABLE = (ReadOnlyError, MasterDownError, ClusterDownError, TryAgainError)
+_UNABLE_WORDS = ("MISCONF", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS")
+"""A Redis that cannot write now (its disk is full, it is a replica since a moment ago, ...): an outage too. From inside
+a script only the words arrive."""
 _LOST = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, ConnectionError, OSError)
 
 
@@ -70,7 +83,8 @@ class RedisLink:
     async def call(self, command: Callable[[], Awaitable[T]]) -> T:
         """Run `command` until Redis answers.
 
-        :raises BusError: Redis was unreachable for `retry_s`, or refused the command.
+        :raises BusFull: Redis has no memory for it.
+        :raises BusError: Redis was unreachable (or unable to write) for `retry_s`, or refused the command.
         """
         started = self._clock.now()
         delay = 0.02
@@ -80,15 +94,23 @@ class RedisLink:
                 self.is_down = False
                 return answer
             except _LOST as exc:
-                self.is_down = True
-                self.outages += 1
-                self.last_outage = self._clock.now()
-                if self.last_outage - started > self._retry_s:
-                    raise BusError(f"redis does not answer: {exc}") from exc
+                self._outage(exc, started)
             except RedisError as exc:
-                raise BusError(f"redis refused a command: {exc}") from exc
+                if isinstance(exc, OutOfMemoryError) or _FULL in str(exc):
+                    raise BusFull("redis is full") from exc
+                if not isinstance(exc, _UNABLE) and not any(word in str(exc) for word in _UNABLE_WORDS):
+                    raise BusError(f"redis refused a command: {exc}") from exc
+                self._outage(exc, started)
             await self._clock.sleep(delay)
             delay = min(2 * delay, 0.5)
+
+    def _outage(self, exc: Exception, started: float) -> None:
+        """:raises BusError: it has lasted for `retry_s`."""
+        self.is_down = True
+        self.outages += 1
+        self.last_outage = self._clock.now()
+        if self.last_outage - started > self._retry_s:
+            raise BusError(f"redis does not answer: {exc}") from exc
 
     async def batch(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """The answers to several commands that are sent together, aligned.

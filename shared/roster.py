@@ -111,6 +111,13 @@ class Roster:
         keys = [self._keys.gateways(), self._keys.open(gateway), self._keys.tokens(gateway).key]
         await self._scripts.run("forget_gateway", keys, [gateway])
 
+    async def pull_in_deadlines(self, lease_s: float) -> int:
+        """Redis' clock was set back, or may have been: no deadline stays further ahead than a renewal now would put it.
+        How many did."""
+        ttls = ((self._keys.workers(), self._ttl_ms), (self._keys.gateways(), self._greeting_ttl_ms))
+        pairs = (*ttls, (self._keys.leases(), int(lease_s * 1000)))
+        return sum([await self._scripts.run("clamp", [key], [ttl_ms]) for key, ttl_ms in pairs])
+
     async def stream_lengths(self, *channels: Channel[Any]) -> list[int]:
         """Entries in each, aligned: what nobody has consumed yet."""
         return await self._link.batch([("XLEN", channel.key) for channel in channels])

@@ -1,4 +1,9 @@
-"""Loads `shared/lua/*.lua` and calls them by digest, with their keys declared."""
+"""Loads `shared/lua/*.lua` and calls them by digest, with their keys declared.
+
+A Redis that is full (`maxmemory`, noeviction) refuses a script's first write if that may take memory, but none after a
+write that frees. So whatever carries work on or ends it begins with one, often of nothing: what was begun ends, and
+memory comes back. What brings new work (`admit`, `submit_open`) does not, and is refused with `BusFull`.
+"""
 
 from collections.abc import Sequence
 from functools import cache

@@ -12,7 +12,7 @@ import structlog
 from shared.bus import Bus
 from shared.clock import Clock
 from shared.config import LeaseConfig
-from shared.errors import BatonError
+from shared.errors import BatonError, BusFull
 from shared.ids import BlockHash, Incarnation, RequestId
 from shared.keys import Keys
 from shared.leases import Fence, Leases
@@ -38,6 +38,8 @@ STUCK_LOOKS = 16
 to it and is not accepted yet lives by its heartbeat, and must go elsewhere."""
 RETIRE_S = 2.0
 """A worker that leaves tries for so long to say so; the reaper finds out otherwise."""
+KV_MAX_ENTRIES = 20_000
+"""In the stream to the prefix index, of all workers; some megabytes. So many are there only if it is gone."""
 KV_SIGN_EVERY = 8
 """Heartbeats between two empty KV messages, whose number shows the index if it missed the last events."""
 
@@ -100,6 +102,7 @@ class WorkerLink:
         self._seen: int | None = None  # progress at the last look
         self._looks = 0  # at which it was the same
         self._kv_seq = 0
+        self._kv_muted = False
         self._kv_order = anyio.Lock()  # messages leave in the order of their numbers
 
     async def beat(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -184,8 +187,13 @@ class WorkerLink:
                 await self._publish(events)
 
     async def _sign(self) -> None:
-        """An empty message: its number tells whether the last ones arrived."""
+        """An empty message: its number tells whether the last ones arrived. Nothing more is said to an index that
+        does not listen: the events would fill Redis, and once it is back it asks for all that is cached."""
         async with self._kv_order:
+            muted = await self._bus.length(self._keys.kv()) > KV_MAX_ENTRIES
+            if muted != self._kv_muted:
+                log.warning("worker.kv_events_muted" if muted else "worker.kv_events_unmuted")
+            self._kv_muted = muted
             await self._publish(())
 
     async def _resend_kv(self) -> None:
@@ -201,7 +209,12 @@ class WorkerLink:
             seq=self._kv_seq,
             events=tuple(events),
         )
-        await self._bus.publish(self._keys.kv(), message)
+        if self._kv_muted:
+            return
+        try:
+            await self._bus.publish(self._keys.kv(), message)
+        except BusFull:  # the gap in the numbers will show the index that it missed something
+            log.warning("worker.kv_events_dropped", why="redis is full")
 
     async def drain(self, idle: Callable[[], bool], limit_s: float) -> bool:
         """Take nothing new, go on until `idle()` or `limit_s` is over, then leave for good. True: nothing was left."""

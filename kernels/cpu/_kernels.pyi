@@ -47,6 +47,8 @@ def paged_attention(
     query_start: int,
     context_lens: int,
     scale: float,
+    window: int,
+    softcap: float,
     num_threads: int,
     simd: bool,
     /,
@@ -61,7 +63,7 @@ class Matrix:
 def linear(w: Matrix, x: _Floats, out: _Floats, finish: int, num_threads: int, simd: bool, /) -> None: ...
 def read_row(w: Matrix, row: int, out: _Floats, /) -> None: ...
 
-class Decoder:
+class DecoderShape:
     def __init__(
         self,
         hidden: int,
@@ -71,7 +73,20 @@ class Decoder:
         head_dim: int,
         vocab: int,
         rms_eps: float,
+        embed_scale: float,
+        attention_scale: float,
+        attention_softcap: float,
+        logit_softcap: float,
+        gelu: bool,
+        /,
+    ) -> None: ...
+
+class Decoder:
+    def __init__(
+        self,
+        shape: DecoderShape,
         inverse_frequencies: _Floats,
+        rope_scales: _Floats,
         embed: Matrix,
         head: Matrix,
         norm: _Floats,
@@ -85,6 +100,13 @@ class Decoder:
         mlp_norm: _Floats,
         gate_up: Matrix,
         down: Matrix,
+        qkv_bias: _Floats | None,
+        q_norm: _Floats | None,
+        k_norm: _Floats | None,
+        attn_post_norm: _Floats | None,
+        mlp_post_norm: _Floats | None,
+        window: int,
+        rope: int,
         /,
     ) -> None: ...
     def forward(

@@ -36,17 +36,18 @@ using Item = AttentionItem;
 
 struct Scratch {
   std::vector<float> q, acc, max, sum, keys, values, zeros;
-  std::vector<int> visible;
+  std::vector<int> first, visible;
 
   void fit(int64_t num_queries, int64_t head_dim) {
     q.resize(num_queries * head_dim);
     acc.assign(num_queries * head_dim, 0.0f);
     max.assign(num_queries, -INFINITY);
     sum.assign(num_queries, 0.0f);
+    first.resize(num_queries);
     visible.resize(num_queries);
     keys.resize(TILE * head_dim);
     values.resize(TILE * head_dim);
-    zeros.resize(head_dim);  // stands for the rows behind a seq's last token, in any dtype
+    zeros.resize(head_dim + 1);  // stands for the rows behind a seq's last token, in any dtype
   }
 };
 
@@ -108,28 +109,33 @@ void fetch(const char* const* rows, int64_t row_bytes) {
 void attend_tile(const AttentionArgs& args, const LayerCache& cache, const TileOps& ops, const Item& item,
                  int64_t first_token, const TileRows& rows, const TileRows& next, Scratch& s) {
   const int64_t group = args.num_heads / cache.num_kv_heads, head_dim = cache.head_dim;
-  const int64_t row_bytes = head_dim * item_bytes(cache.dtype);
+  const int64_t bytes = row_bytes(cache.dtype, head_dim);
   const auto untyped = [](const char* const* p) { return reinterpret_cast<const void* const*>(p); };
-  fetch(next.keys, row_bytes);
+  fetch(next.keys, bytes);
   ops.pack_keys(untyped(rows.keys), head_dim, cache.dtype, s.keys.data());
-  fetch(next.keys + TILE / 2, row_bytes);
+  fetch(next.keys + TILE / 2, bytes);
   const float* value_rows[TILE];
   if (cache.dtype != Dtype::f32) ops.pack_values(untyped(rows.values), head_dim, cache.dtype, s.values.data());
   for (int64_t t = 0; t < TILE; ++t)
     value_rows[t] = cache.dtype == Dtype::f32 ? reinterpret_cast<const float*>(rows.values[t]) : &s.values[t * head_dim];
-  fetch(next.values, row_bytes);
+  fetch(next.values, bytes);
 
-  // Rows before the tile see none of it.
-  const int64_t skip = std::max<int64_t>(0, first_token - item.first_position) * group;
-  const int64_t num = item.num_rows * group - skip;
+  // Rows before the tile see none of it, nor do rows whose window begins behind it.
+  const int64_t skip = std::max<int64_t>(0, first_token - item.first_position);
+  int64_t end = item.num_rows;
+  if (args.window > 0) end = std::min(end, first_token + TILE + args.window - 1 - item.first_position);
+  const int64_t num = (end - skip) * group;
   for (int64_t i = 0; i < num; ++i) {
-    const int64_t position = item.first_position + (skip + i) / group;
+    const int64_t position = item.first_position + skip + i / group;
+    const int64_t oldest = args.window > 0 ? position - args.window + 1 : 0;
+    s.first[i] = static_cast<int>(std::max<int64_t>(0, oldest - first_token));
     s.visible[i] = static_cast<int>(std::min<int64_t>(TILE, position - first_token + 1));
   }
-  const Queries queries = {&s.q[skip * head_dim], &s.acc[skip * head_dim], &s.max[skip], &s.sum[skip],
-                           s.visible.data(),      num};
+  const int64_t at = skip * group;
+  const Queries queries = {&s.q[at * head_dim], &s.acc[at * head_dim], &s.max[at], &s.sum[at],
+                           s.first.data(),      s.visible.data(),      num,        args.softcap};
   ops.attend(queries, s.keys.data(), value_rows, head_dim);
-  fetch(next.values + TILE / 2, row_bytes);
+  fetch(next.values + TILE / 2, bytes);
 }
 
 void run_item(const AttentionArgs& args, const LayerCache& cache, const TileOps& ops, const Item& item) {
@@ -142,8 +148,10 @@ void run_item(const AttentionArgs& args, const LayerCache& cache, const TileOps&
     for (int64_t i = 0; i < width; ++i) s.q[r * width + i] = q[i] * args.scale;
   }
   TileRows rows[2];  // this tile's and the next one's, in turns
-  find_rows(args, cache, item, 0, s, rows[0]);
-  for (int64_t token = 0; token < item.first_position + item.num_rows; token += TILE) {
+  // Tiles are counted from the start of the seq, wherever the window begins.
+  const int64_t first = args.window > 0 ? std::max<int64_t>(0, item.first_position - args.window + 1) / TILE * TILE : 0;
+  find_rows(args, cache, item, first, s, rows[first / TILE % 2]);
+  for (int64_t token = first; token < item.first_position + item.num_rows; token += TILE) {
     const int64_t now = token / TILE % 2;
     find_rows(args, cache, item, token + TILE, s, rows[1 - now]);
     attend_tile(args, cache, ops, item, token, rows[now], rows[1 - now], s);

@@ -3,8 +3,7 @@
 import torch
 
 from kernels.cpu import _kernels
-
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+from kernels.kv_rows import CACHE_DTYPES, head_dim_of
 
 
 def simd_name() -> str:
@@ -38,6 +37,8 @@ def paged_attention(
     scale: float,
     num_threads: int = 1,
     *,
+    window: int = 0,
+    softcap: float = 0.0,
     simd: bool = True,
 ) -> None:
     """See `kernels.ops.paged_attention`. `simd=False` takes the scalar body."""
@@ -54,21 +55,23 @@ def paged_attention(
         query_start.data_ptr(),
         context_lens.data_ptr(),
         scale,
+        window,
+        softcap,
         num_threads,
         simd,
     )
 
 
 def _layer_cache(cache: torch.Tensor) -> _kernels.LayerCache:
-    num_blocks, num_kv_heads, _, block_size, head_dim = cache.shape
+    num_blocks, num_kv_heads, _, block_size, _ = cache.shape
     block_stride, head_stride, kv_stride, token_stride, _ = cache.stride()
     return _kernels.LayerCache(
         cache.data_ptr(),
-        _DTYPES[cache.dtype],
+        CACHE_DTYPES[cache.dtype],
         num_blocks,
         num_kv_heads,
         block_size,
-        head_dim,
+        head_dim_of(cache),
         block_stride,
         head_stride,
         kv_stride,

@@ -6,7 +6,7 @@
 
 namespace baton {
 
-struct LayerCache {  // [num_blocks, num_kv_heads, 2, block_size, head_dim]; strides in bytes, last dim contiguous
+struct LayerCache {  // [num_blocks, num_kv_heads, 2, block_size] rows of head_dim numbers; strides in bytes
   char* base;
   Dtype dtype;
   int64_t num_blocks, num_kv_heads, block_size, head_dim;
@@ -36,6 +36,8 @@ struct AttentionArgs {
   const int32_t* query_start;    // [num_seqs + 1], first row of each seq
   const int32_t* context_lens;   // [num_seqs], tokens of each seq, its rows included
   float scale;
+  int64_t window;                // a row sees the last `window` tokens, itself included; 0: all
+  float softcap;                 // see Queries
 };
 
 void store_kv(const StoreArgs& args, const LayerCache& cache, const TileOps& ops);

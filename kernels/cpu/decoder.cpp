@@ -41,14 +41,24 @@ struct Decoder::Run {
     const DecoderShape& s = d.shape_;
     const int64_t half = s.head_dim / 2;
     each_row(step.num_rows, [&](int64_t r) {
-      read_row(d.embed_, step.token_ids[r], &d.x_[r * s.hidden]);
-      for (int64_t i = 0; i < half; ++i) {
-        const float angle = static_cast<float>(step.positions[r]) * d.inverse_frequencies_[i];
-        d.cos_[r * half + i] = std::cos(angle);
-        d.sin_[r * half + i] = std::sin(angle);
+      float* x = &d.x_[r * s.hidden];
+      read_row(d.embed_, step.token_ids[r], x);
+      if (s.embed_scale != 1.0f)
+        for (int64_t i = 0; i < s.hidden; ++i) x[i] *= s.embed_scale;
+      for (int64_t which = 0; which < d.num_ropes(); ++which) {
+        const Rope& rope = d.ropes_[which];
+        const int64_t at = angles(which, r);
+        for (int64_t i = 0; i < half; ++i) {
+          const float angle = static_cast<float>(step.positions[r]) * rope.inverse_frequencies[i];
+          d.cos_[at + i] = std::cos(angle) * rope.scale;
+          d.sin_[at + i] = std::sin(angle) * rope.scale;
+        }
       }
     });
   }
+
+  // Where a row's cosines and sines begin.
+  int64_t angles(int64_t rope, int64_t row) const { return (rope * step.num_rows + row) * (d.shape_.head_dim / 2); }
 
   // Prepares rows of x for matrices of this format, normalised if `norm` is given.
   void prepare(Format format, const float* x, int64_t width, const float* norm, int64_t num_rows,
@@ -81,52 +91,71 @@ struct Decoder::Run {
     }
   }
 
-  // Rotates queries and keys, and puts keys and values into the pool.
-  void rotate_and_store(const LayerCache& cache) const {
+  // Finishes queries, keys and values: bias, norms of heads, rotation; and puts keys and values into the pool.
+  void rotate_and_store(const DecoderLayer& layer, const LayerCache& cache) const {
     const DecoderShape& s = d.shape_;
     const int64_t half = s.head_dim / 2, keys = s.attention_width(), values = keys + s.num_kv_heads * s.head_dim;
     each_row(step.num_rows, [&](int64_t r) {
       float* row = &d.qkv_[r * s.qkv_width()];
-      for (int64_t h = 0; h < s.num_heads + s.num_kv_heads; ++h)
-        rows.rope(&d.cos_[r * half], &d.sin_[r * half], half, row + h * s.head_dim);
+      if (layer.qkv_bias) rows.add(layer.qkv_bias, s.qkv_width(), row);
+      for (int64_t h = 0; h < s.num_heads + s.num_kv_heads; ++h) {
+        float* head = row + h * s.head_dim;
+        const float* norm = h < s.num_heads ? layer.q_norm : layer.k_norm;
+        if (norm) rows.rms_norm(head, norm, s.head_dim, s.rms_eps, head);
+        if (layer.rope >= 0) rows.rope(&d.cos_[angles(layer.rope, r)], &d.sin_[angles(layer.rope, r)], half, head);
+      }
       store_kv({row + keys, row + values, 0, 0, step.slot_mapping + r, 1}, cache, tiles);
     });
   }
 
-  void attend(const LayerCache& cache, const std::vector<AttentionItem>& items) const {
+  void attend(const DecoderLayer& layer, const LayerCache& cache, const std::vector<AttentionItem>& items) const {
     const DecoderShape& s = d.shape_;
     AttentionArgs args = step.attention;
     args.q = d.qkv_.data(), args.out = d.attended_.data();
     args.q_stride = s.qkv_width(), args.out_stride = s.attention_width();
     args.num_heads = s.num_heads;
-    args.scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
+    args.scale = s.attention_scale, args.softcap = s.attention_softcap, args.window = layer.window;
     run_attention(args, cache, tiles, items, num_threads);
+  }
+
+  // Adds the product of the prepared rows to the residual, normalised first where the model has such a norm.
+  void add_branch(const Matrix& w, const float* post_norm) const {
+    const DecoderShape& s = d.shape_;
+    if (!post_norm) return product(w, step.num_rows, d.x_.data(), s.hidden, s.hidden, Finish::add);
+    product(w, step.num_rows, d.branch_.data(), s.hidden, s.hidden, Finish::store);
+    each_row(step.num_rows, [&](int64_t r) {
+      float* branch = &d.branch_[r * s.hidden];
+      rows.rms_norm(branch, post_norm, s.hidden, s.rms_eps, branch);
+      rows.add(branch, s.hidden, &d.x_[r * s.hidden]);
+    });
   }
 
   void layer(const DecoderLayer& layer, const LayerCache& cache, const std::vector<AttentionItem>& items) const {
     const DecoderShape& s = d.shape_;
     const int64_t n = step.num_rows;
     project(layer);
-    rotate_and_store(cache);
-    attend(cache, items);
+    rotate_and_store(layer, cache);
+    attend(layer, cache, items);
     prepare(layer.o.format, d.attended_.data(), s.attention_width(), nullptr, n);
-    product(layer.o, n, d.x_.data(), s.hidden, s.hidden, Finish::add);
+    add_branch(layer.o, layer.attn_post_norm);
     prepare(layer.gate_up.format, d.x_.data(), s.hidden, layer.mlp_norm, n);
-    product(layer.gate_up, n, d.gated_.data(), s.intermediate, s.intermediate, Finish::silu_mul);
+    product(layer.gate_up, n, d.gated_.data(), s.intermediate, s.intermediate, s.gate);
     prepare(layer.down.format, d.gated_.data(), s.intermediate, nullptr, n);
-    product(layer.down, n, d.x_.data(), s.hidden, s.hidden, Finish::add);
+    add_branch(layer.down, layer.mlp_post_norm);
   }
 
   void logits() const {
     const DecoderShape& s = d.shape_;
     prepare(d.head_.format, d.x_.data(), s.hidden, d.norm_, step.num_logits, step.logit_rows);
     product(d.head_, step.num_logits, step.logits, s.vocab, s.vocab, Finish::store);
+    if (s.logit_softcap > 0.0f)
+      each_row(step.num_logits, [&](int64_t r) { rows.softcap(s.logit_softcap, s.vocab, step.logits + r * s.vocab); });
   }
 };
 
-Decoder::Decoder(const DecoderShape& shape, std::vector<float> inverse_frequencies, const Matrix& embed,
-                 const Matrix& head, const float* norm)
-    : shape_(shape), inverse_frequencies_(std::move(inverse_frequencies)), embed_(embed), head_(head), norm_(norm) {}
+Decoder::Decoder(const DecoderShape& shape, std::vector<Rope> ropes, const Matrix& embed, const Matrix& head,
+                 const float* norm)
+    : shape_(shape), ropes_(std::move(ropes)), embed_(embed), head_(head), norm_(norm) {}
 
 void Decoder::fit(int64_t num_rows) {
   const int64_t widest = std::max({shape_.hidden, shape_.intermediate, shape_.attention_width()});
@@ -136,8 +165,10 @@ void Decoder::fit(int64_t num_rows) {
   qkv_.resize(n * shape_.qkv_width());
   attended_.resize(n * shape_.attention_width());
   gated_.resize(n * shape_.intermediate);
-  cos_.resize(n * shape_.head_dim / 2);
-  sin_.resize(n * shape_.head_dim / 2);
+  cos_.resize(n * ropes_.size() * (shape_.head_dim / 2));
+  sin_.resize(cos_.size());
+  const auto has_post_norm = [](const DecoderLayer& layer) { return layer.attn_post_norm || layer.mlp_post_norm; };
+  if (std::any_of(layers_.begin(), layers_.end(), has_post_norm)) branch_.resize(n * shape_.hidden);
   prepared_.resize(n * std::max({prepared_bytes(Format::f32, widest), prepared_bytes(Format::q8, widest)}));
 }
 

@@ -1,4 +1,5 @@
-// A whole forward pass of a Llama-like decoder in one call: pre-norm, RoPE, grouped heads, SwiGLU.
+// A whole forward pass of a decoder in one call: RMS norms before (and, for some, behind) attention and a gated MLP,
+// RoPE, grouped heads, sliding windows.
 #pragma once
 #include "cache.h"
 #include "linear.h"
@@ -8,9 +9,16 @@
 
 namespace baton {
 
+struct Rope {
+  std::vector<float> inverse_frequencies;  // [head_dim / 2]
+  float scale;                             // of cosines and sines
+};
+
 struct DecoderShape {
   int64_t hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab;
-  float rms_eps;
+  float rms_eps, embed_scale, attention_scale;
+  float attention_softcap, logit_softcap;  // x becomes cap * tanh(x / cap); 0: it stays
+  Finish gate;                             // what becomes of gate and up: silu_mul or gelu_mul
 
   int64_t qkv_width() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
   int64_t attention_width() const { return num_heads * head_dim; }
@@ -22,9 +30,14 @@ struct Projection {  // some columns of the joint query, key and value row
 };
 
 struct DecoderLayer {
-  const float *attn_norm, *mlp_norm;  // [hidden]
+  const float *attn_norm, *mlp_norm;            // [hidden]
   std::vector<Projection> qkv;
-  Matrix o, gate_up, down;            // gate_up: blocks of gate and up in turns
+  Matrix o, gate_up, down;                      // gate_up: blocks of gate and up in turns
+  const float* qkv_bias;                        // [qkv_width]; this and the following may be null
+  const float *q_norm, *k_norm;                 // [head_dim], of each head, before RoPE
+  const float *attn_post_norm, *mlp_post_norm;  // [hidden], of what is added to the residual
+  int64_t window;                               // see AttentionArgs
+  int64_t rope;                                 // which of the model's; -1: none
 };
 
 struct Step {
@@ -38,11 +51,12 @@ struct Step {
 
 class Decoder {
  public:
-  Decoder(const DecoderShape& shape, std::vector<float> inverse_frequencies, const Matrix& embed, const Matrix& head,
+  Decoder(const DecoderShape& shape, std::vector<Rope> ropes, const Matrix& embed, const Matrix& head,
           const float* norm);
 
   void add_layer(DecoderLayer layer) { layers_.push_back(std::move(layer)); }
   const DecoderShape& shape() const { return shape_; }
+  int64_t num_ropes() const { return static_cast<int64_t>(ropes_.size()); }
 
   // Writes the KV of all rows to the pool, then the wanted logits. `cache` is layer 0's view, further layers
   // lie `layer_stride` bytes apart. One call at a time. Throws std::out_of_range before anything is written.
@@ -54,14 +68,15 @@ class Decoder {
   void fit(int64_t num_rows);
 
   const DecoderShape shape_;
-  const std::vector<float> inverse_frequencies_;  // [head_dim / 2]
+  const std::vector<Rope> ropes_;
   const Matrix embed_, head_;
   const float* const norm_;
   std::vector<DecoderLayer> layers_;
 
   std::mutex one_call_;
   // Scratch, grown to the largest step so far.
-  std::vector<float> x_, qkv_, attended_, gated_, cos_, sin_;
+  std::vector<float> x_, qkv_, attended_, gated_, branch_;
+  std::vector<float> cos_, sin_;  // [num_ropes, num_rows, head_dim / 2]
   std::vector<uint8_t> prepared_;
 };
 

@@ -35,7 +35,7 @@ void run_item(const Product& p, const LinearOps& linear, const RowOps& rows, int
   if (p.finish == Finish::store && columns == OUTS)
     return linear.multiply(p.w, item, x, row_bytes, num_rows, out, p.out_stride);
   alignas(64) float first[ROWS * OUTS], second[ROWS * OUTS];
-  if (p.finish == Finish::silu_mul) {
+  if (is_gated(p.finish)) {
     linear.multiply(p.w, 2 * item, x, row_bytes, num_rows, first, OUTS);
     linear.multiply(p.w, 2 * item + 1, x, row_bytes, num_rows, second, OUTS);
   } else {
@@ -46,6 +46,7 @@ void run_item(const Product& p, const LinearOps& linear, const RowOps& rows, int
       case Finish::store: std::copy_n(first + r * OUTS, columns, out); break;
       case Finish::add: rows.add(first + r * OUTS, columns, out); break;
       case Finish::silu_mul: rows.silu_mul(first + r * OUTS, second + r * OUTS, columns, out); break;
+      case Finish::gelu_mul: rows.gelu_mul(first + r * OUTS, second + r * OUTS, columns, out); break;
     }
   }
 }

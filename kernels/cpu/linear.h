@@ -67,6 +67,8 @@ struct RowOps {
   void (*rms_norm)(const float* x, const float* weight, int64_t n, float eps, float* out);
   void (*add)(const float* x, int64_t n, float* out);                          // out += x
   void (*silu_mul)(const float* gate, const float* up, int64_t n, float* out);  // out = silu(gate) * up
+  void (*gelu_mul)(const float* gate, const float* up, int64_t n, float* out);  // the same with GELU's tanh form
+  void (*softcap)(float cap, int64_t n, float* x);                              // x = cap * tanh(x / cap), in place
   void (*rope)(const float* cos, const float* sin, int64_t half, float* x);     // pairs (i, i + half), in place
 };
 
@@ -84,8 +86,10 @@ const RowOps& row_ops(bool simd);
 void read_row(const Matrix& w, int64_t row, float* out);
 
 // What happens to a product: it replaces out, or is added to it; or its blocks are pairs of gate (2 b) and up
-// (2 b + 1), of which silu(gate) * up becomes columns 16 b .. 16 b + 15.
-enum class Finish : int { store = 0, add = 1, silu_mul = 2 };
+// (2 b + 1), of which silu(gate) * up, or gelu(gate) * up, becomes columns 16 b .. 16 b + 15.
+enum class Finish : int { store = 0, add = 1, silu_mul = 2, gelu_mul = 3 };
+
+inline bool is_gated(Finish finish) { return finish == Finish::silu_mul || finish == Finish::gelu_mul; }
 
 struct Product {
   const Matrix& w;

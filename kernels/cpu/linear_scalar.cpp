@@ -108,6 +108,18 @@ void silu_mul(const float* gate, const float* up, int64_t n, float* out) {
   for (int64_t i = 0; i < n; ++i) out[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
 }
 
+// GELU by tanh (Hendrycks and Gimpel 2016): g/2 (1 + tanh u) = g / (1 + e^-2u), u = sqrt(2/pi) (g + 0.044715 g^3).
+void gelu_mul(const float* gate, const float* up, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float g = gate[i], u = 0.7978845608f * (g + 0.044715f * g * g * g);
+    out[i] = g / (1.0f + expf(-2.0f * u)) * up[i];
+  }
+}
+
+void softcap(float cap, int64_t n, float* x) {
+  for (int64_t i = 0; i < n; ++i) x[i] = cap * tanhf(x[i] / cap);
+}
+
 void rope(const float* cos, const float* sin, int64_t half, float* x) {
   for (int64_t i = 0; i < half; ++i) {
     const float first = x[i], second = x[i + half];
@@ -140,6 +152,6 @@ void read_row(const Matrix& w, int64_t row, float* out) {
 }
 
 const LinearOps scalar_linear = {prepare, multiply_block};
-const RowOps scalar_rows = {rms_norm, add, silu_mul, rope};
+const RowOps scalar_rows = {rms_norm, add, silu_mul, gelu_mul, softcap, rope};
 
 }  // namespace baton

@@ -30,13 +30,15 @@ void py_store_kv(const LayerCache& cache, uintptr_t k, uintptr_t v, int64_t k_st
 
 void py_paged_attention(const LayerCache& cache, uintptr_t out, uintptr_t q, int64_t out_stride, int64_t q_stride,
                         int64_t num_heads, uintptr_t block_tables, int64_t num_seqs, int64_t max_blocks,
-                        uintptr_t query_start, uintptr_t context_lens, float scale, int num_threads, bool simd) {
+                        uintptr_t query_start, uintptr_t context_lens, float scale, int64_t window, float softcap,
+                        int num_threads, bool simd) {
   AttentionArgs args = {};
   args.q = pointer<float>(q), args.out = pointer<float>(out);
   args.q_stride = q_stride, args.out_stride = out_stride;
   args.num_heads = num_heads, args.num_seqs = num_seqs, args.max_blocks = max_blocks;
   args.block_tables = pointer<int32_t>(block_tables), args.query_start = pointer<int32_t>(query_start);
   args.context_lens = pointer<int32_t>(context_lens), args.scale = scale;
+  args.window = window, args.softcap = softcap;
   run_attention(args, cache, tile_ops(simd, cache.head_dim), plan_attention(args, cache), num_threads);
 }
 

@@ -2,9 +2,11 @@
 #include "decoder.h"
 #include "module.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <stdexcept>
 
 namespace {
@@ -15,22 +17,50 @@ void require(bool ok, const char* what) {
   if (!ok) throw std::invalid_argument(what);
 }
 
-void new_decoder(Decoder* self, int64_t hidden, int64_t intermediate, int64_t num_heads, int64_t num_kv_heads,
-                 int64_t head_dim, int64_t vocab, float rms_eps, const Floats& frequencies, const Matrix& embed,
-                 const Matrix& head, const Floats& norm) {
-  require(static_cast<int64_t>(frequencies.size()) * 2 == head_dim, "Decoder: one frequency per pair of a head");
-  require(embed.num_outputs == vocab && embed.num_inputs == hidden, "Decoder: embedding is [vocab, hidden]");
-  require(head.num_outputs == vocab && head.num_inputs == hidden, "Decoder: head is [vocab, hidden]");
-  require(static_cast<int64_t>(norm.size()) == hidden, "Decoder: norm is [hidden]");
+using MaybeFloats = std::optional<Floats>;
+
+const float* data_or_null(const MaybeFloats& values, int64_t size, const char* what) {
+  if (!values) return nullptr;
+  require(static_cast<int64_t>(values->size()) == size, what);
+  return values->data();
+}
+
+void new_decoder(Decoder* self, const DecoderShape& shape, const Rows& frequencies, const Floats& rope_scales,
+                 const Matrix& embed, const Matrix& head, const Floats& norm) {
+  require(static_cast<int64_t>(frequencies.shape(1)) * 2 == shape.head_dim, "Decoder: one frequency per pair of a head");
+  require(rope_scales.size() == frequencies.shape(0), "Decoder: one scale per RoPE");
+  require(embed.num_outputs == shape.vocab && embed.num_inputs == shape.hidden, "Decoder: embedding is [vocab, hidden]");
+  require(head.num_outputs == shape.vocab && head.num_inputs == shape.hidden, "Decoder: head is [vocab, hidden]");
+  require(static_cast<int64_t>(norm.size()) == shape.hidden, "Decoder: norm is [hidden]");
+  std::vector<Rope> ropes;
+  for (size_t i = 0; i < frequencies.shape(0); ++i) {
+    const float* first = frequencies.data() + i * frequencies.shape(1);
+    ropes.push_back({{first, first + frequencies.shape(1)}, rope_scales.data()[i]});
+  }
+  new (self) Decoder(shape, std::move(ropes), embed, head, norm.data());
+}
+
+void new_shape(DecoderShape* self, int64_t hidden, int64_t intermediate, int64_t num_heads, int64_t num_kv_heads,
+               int64_t head_dim, int64_t vocab, float rms_eps, float embed_scale, float attention_scale,
+               float attention_softcap, float logit_softcap, bool gelu) {
   require(num_kv_heads > 0 && num_heads % num_kv_heads == 0, "Decoder: heads are a multiple of KV heads");
-  const DecoderShape shape = {hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab, rms_eps};
-  new (self) Decoder(shape, {frequencies.data(), frequencies.data() + frequencies.size()}, embed, head, norm.data());
+  new (self) DecoderShape{hidden,      intermediate,    num_heads,         num_kv_heads,  head_dim, vocab, rms_eps,
+                          embed_scale, attention_scale, attention_softcap, logit_softcap,
+                          gelu ? Finish::gelu_mul : Finish::silu_mul};
 }
 
 void add_layer(Decoder& self, const Floats& attn_norm, const std::vector<std::pair<int64_t, Matrix>>& qkv,
-               const Matrix& o, const Floats& mlp_norm, const Matrix& gate_up, const Matrix& down) {
+               const Matrix& o, const Floats& mlp_norm, const Matrix& gate_up, const Matrix& down,
+               const MaybeFloats& qkv_bias, const MaybeFloats& q_norm, const MaybeFloats& k_norm,
+               const MaybeFloats& attn_post_norm, const MaybeFloats& mlp_post_norm, int64_t window, int64_t rope) {
   const DecoderShape& s = self.shape();
-  DecoderLayer layer = {attn_norm.data(), mlp_norm.data(), {}, o, gate_up, down};
+  DecoderLayer layer = {attn_norm.data(), mlp_norm.data(), {}, o, gate_up, down, nullptr, nullptr, nullptr, nullptr,
+                        nullptr, window, rope};
+  layer.qkv_bias = data_or_null(qkv_bias, s.qkv_width(), "Decoder: the bias is as wide as the projections");
+  layer.q_norm = data_or_null(q_norm, s.head_dim, "Decoder: norms of heads are [head_dim]");
+  layer.k_norm = data_or_null(k_norm, s.head_dim, "Decoder: norms of heads are [head_dim]");
+  layer.attn_post_norm = data_or_null(attn_post_norm, s.hidden, "Decoder: norms are [hidden]");
+  layer.mlp_post_norm = data_or_null(mlp_post_norm, s.hidden, "Decoder: norms are [hidden]");
   int64_t column = 0;
   for (const auto& [first, w] : qkv) {
     require(first == column && w.num_inputs == s.hidden, "Decoder: projections are [columns, hidden], in order");
@@ -44,6 +74,7 @@ void add_layer(Decoder& self, const Floats& attn_norm, const std::vector<std::pa
   require(down.num_outputs == s.hidden && down.num_inputs == s.intermediate, "Decoder: down is [hidden, intermediate]");
   require(gate_up.num_inputs == s.hidden && gate_up.num_blocks() == 2 * ((s.intermediate + OUTS - 1) / OUTS),
           "Decoder: gate_up has two blocks for every 16 columns");
+  require(window >= 0 && rope >= -1 && rope < self.num_ropes(), "Decoder: no such window or RoPE");
   self.add_layer(std::move(layer));
 }
 
@@ -75,8 +106,11 @@ void forward(Decoder& self, const LayerCache& cache, int64_t layer_stride, const
 }  // namespace
 
 void bind_decoder(nb::module_& m) {
+  nb::class_<DecoderShape>(m, "DecoderShape", "Sizes and constants of a model.").def("__init__", &new_shape);
   nb::class_<Decoder>(m, "Decoder", "Weights and scratch of a model; see kernels/decoder.py.")
       .def("__init__", &new_decoder)
-      .def("add_layer", &add_layer)
+      .def("add_layer", &add_layer, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(),
+           nb::arg())
       .def("forward", &forward);
 }

@@ -22,9 +22,9 @@ Matrix make_matrix(int format, int64_t num_outputs, int64_t num_inputs, const By
 void py_linear(const Matrix& w, const Rows& x, const OutRows& out, int finish, int num_threads, bool simd) {
   const int64_t num_rows = static_cast<int64_t>(x.shape(0)), row_bytes = prepared_bytes(w.format, w.num_inputs);
   const Finish kind = static_cast<Finish>(finish);
-  const int64_t width = kind == Finish::silu_mul ? (w.num_outputs + 1) / 2 : w.num_outputs;
+  const int64_t width = is_gated(kind) ? (w.num_outputs + 1) / 2 : w.num_outputs;
   if (static_cast<int64_t>(x.shape(1)) != w.num_inputs || out.shape(0) != x.shape(0) ||
-      static_cast<int64_t>(out.shape(1)) > width || finish < 0 || finish > 2)
+      static_cast<int64_t>(out.shape(1)) > width || finish < 0 || finish > 3)
     throw std::invalid_argument("linear: shapes do not fit");
   nb::gil_scoped_release released;
   const LinearOps& ops = linear_ops(simd);

@@ -44,6 +44,27 @@ void silu_mul(const float* gate, const float* up, int64_t n, float* out) {
   for (; i < n; ++i) out[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
 }
 
+// Its formula is in linear_scalar.cpp.
+void gelu_mul(const float* gate, const float* up, int64_t n, float* out) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    const __m256 g = _mm256_loadu_ps(gate + i);
+    const __m256 cube = _mm256_mul_ps(_mm256_mul_ps(g, g), g);
+    const __m256 inner = _mm256_fmadd_ps(cube, _mm256_set1_ps(0.044715f), g);
+    const __m256 down = _mm256_add_ps(_mm256_set1_ps(1.0f), exp8(_mm256_mul_ps(inner, _mm256_set1_ps(-1.5957691216f))));
+    _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_div_ps(g, down), _mm256_loadu_ps(up + i)));
+  }
+  if (i < n) scalar_rows.gelu_mul(gate + i, up + i, n - i, out + i);
+}
+
+void softcap(float cap, int64_t n, float* x) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES)
+    _mm256_storeu_ps(x + i, _mm256_mul_ps(tanh8(_mm256_div_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(cap))),
+                                          _mm256_set1_ps(cap)));
+  if (i < n) scalar_rows.softcap(cap, n - i, x + i);
+}
+
 void rope(const float* cos, const float* sin, int64_t half, float* x) {
   int64_t i = 0;
   for (; i + LANES <= half; i += LANES) {
@@ -61,6 +82,6 @@ void rope(const float* cos, const float* sin, int64_t half, float* x) {
 
 }  // namespace
 
-const RowOps avx2_rows = {rms_norm, add, silu_mul, rope};
+const RowOps avx2_rows = {rms_norm, add, silu_mul, gelu_mul, softcap, rope};
 
 }  // namespace baton

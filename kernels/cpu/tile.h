@@ -7,11 +7,14 @@
 
 namespace baton {
 
-enum class Dtype : int { f32 = 0, f16 = 1, bf16 = 2 };
+// How a row of a head's keys or values is kept. i8 and f8 (e4m3): a byte per number, then the row's float32 scale.
+enum class Dtype : int { f32 = 0, f16 = 1, bf16 = 2, i8 = 3, f8 = 4 };
 
 constexpr int TILE = 32;
 
-inline int64_t item_bytes(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+inline bool is_scaled(Dtype dtype) { return dtype == Dtype::i8 || dtype == Dtype::f8; }
+inline int64_t item_bytes(Dtype dtype) { return dtype == Dtype::f32 ? 4 : is_scaled(dtype) ? 1 : 2; }
+inline int64_t row_bytes(Dtype dtype, int64_t n) { return n * item_bytes(dtype) + (is_scaled(dtype) ? 4 : 0); }
 
 // The running softmax of `num` queries of one KV head. All arrays are the caller's scratch, float32.
 struct Queries {
@@ -19,12 +22,15 @@ struct Queries {
   float* acc;          // [num, head_dim], sum of weights times values so far
   float* max;          // [num], largest score so far, -inf at first
   float* sum;          // [num], sum of weights so far
-  const int* visible;  // [num], how many of the tile's tokens each query may see, 1..TILE
+  const int* first;    // [num], the first of the tile's tokens that each query may see, below `visible`
+  const int* visible;  // [num], where what it may see ends, 1..TILE
   int64_t num;
+  float softcap;       // scores become softcap * tanh(score / softcap); 0: they stay
 };
 
 struct TileOps {
-  // Writes n floats as `dtype`, rounding to nearest even.
+  // Writes n floats as `dtype`, rounding to nearest even. A scaled row's largest magnitude becomes the largest number
+  // of the type; what is not finite goes into the scale, so that the whole row is read as NaN.
   void (*store_row)(const float* src, void* dst, int64_t n, Dtype dtype);
   // Packs TILE keys to [head_dim, TILE]. Rows behind the last token are zeros somewhere.
   void (*pack_keys)(const void* const* rows, int64_t head_dim, Dtype dtype, float* packed);

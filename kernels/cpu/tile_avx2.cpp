@@ -5,6 +5,7 @@
 #include "tile.h"
 
 #include <math.h>
+#include <string.h>
 
 namespace baton {
 namespace {
@@ -21,12 +22,77 @@ inline __m128i load_halves(const void* row, int64_t i) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(row) + i));
 }
 
+constexpr bool scaled(Dtype dtype) { return dtype == Dtype::i8 || dtype == Dtype::f8; }
+
+inline __m128i load_bytes8(const void* row, int64_t i) {
+  return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const char*>(row) + i));
+}
+
+// What a row's numbers are multiplied by: its scale, and what `load8` leaves out of an e4m3 number's exponent.
+template <Dtype D>
+inline __m256 row_factor(const void* row, int64_t n) {
+  if (!scaled(D)) return _mm256_set1_ps(1.0f);
+  float scale;
+  memcpy(&scale, static_cast<const char*>(row) + n, 4);
+  return _mm256_set1_ps(D == Dtype::f8 ? 256.0f * scale : scale);
+}
+
+// Numbers i .. i + 7 of a row, not yet multiplied by its factor.
 template <Dtype D>
 inline __m256 load8(const void* row, int64_t i) {
-  return D == Dtype::f32 ? _mm256_loadu_ps(static_cast<const float*>(row) + i) : widen<D>(load_halves(row, i));
+  if (D == Dtype::f32) return _mm256_loadu_ps(static_cast<const float*>(row) + i);
+  if (D == Dtype::i8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_bytes8(row, i)));
+  if (D == Dtype::f8) {  // the bits of a float16 that is 2^8 times smaller
+    const __m128i wide = _mm_cvtepu8_epi16(load_bytes8(row, i));
+    const __m128i sign = _mm_and_si128(_mm_slli_epi16(wide, 8), _mm_set1_epi16(static_cast<int16_t>(0x8000)));
+    return _mm256_cvtph_ps(_mm_or_si128(sign, _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x7f)), 7)));
+  }
+  return widen<D>(load_halves(row, i));
+}
+
+inline __m256i to_i8(__m256 x) { return _mm256_cvtps_epi32(x); }
+
+// e4m3, see half.h.
+inline __m256i to_f8_8(__m256 x) {
+  const __m256i u = _mm256_castps_si256(x), mag = _mm256_and_si256(u, _mm256_set1_epi32(0x7fffffff));
+  const __m256i sign = _mm256_and_si256(_mm256_srli_epi32(u, 24), _mm256_set1_epi32(0x80));
+  const __m256 aligned = _mm256_add_ps(_mm256_castsi256_ps(mag), _mm256_set1_ps(16384.0f));
+  const __m256i small = _mm256_sub_epi32(_mm256_castps_si256(aligned), _mm256_set1_epi32(0x46800000));
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(mag, 20), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(mag, _mm256_set1_epi32(0x7ffff)), odd);
+  const __m256i large = _mm256_sub_epi32(_mm256_srli_epi32(rounded, 20), _mm256_set1_epi32(960));
+  const __m256i is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x3c800000), mag);
+  return _mm256_or_si256(sign, _mm256_blendv_epi8(large, small, is_small));
+}
+
+template <Dtype D>
+void store_scaled(const float* src, char* dst, int64_t n) {
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+  __m256i top = _mm256_setzero_si256();  // magnitudes compare like the integers of their bits, NaN above all
+  for (int64_t i = 0; i < n; i += LANES)
+    top = _mm256_max_epi32(top, _mm256_and_si256(_mm256_castps_si256(_mm256_loadu_ps(src + i)), magnitude));
+  __m128i t = _mm_max_epi32(_mm256_castsi256_si128(top), _mm256_extracti128_si256(top, 1));
+  t = _mm_max_epi32(t, _mm_shuffle_epi32(t, 0x4e));
+  t = _mm_max_epi32(t, _mm_shuffle_epi32(t, 0xb1));
+  const RowScale by = row_scale(_mm_cvtss_f32(_mm_castsi128_ps(t)), D == Dtype::i8 ? I8_TOP : F8_TOP);
+  const __m256 inverse = _mm256_set1_ps(by.inverse);
+  for (int64_t i = 0; i < n; i += LANES) {
+    __m256i q = _mm256_setzero_si256();
+    if (by.inverse != 0.0f) {
+      const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(src + i), inverse);
+      q = D == Dtype::i8 ? to_i8(x) : to_f8_8(x);
+    }
+    const __m128i low = _mm256_castsi256_si128(q), high = _mm256_extracti128_si256(q, 1);
+    const __m128i words = D == Dtype::i8 ? _mm_packs_epi32(low, high) : _mm_packus_epi32(low, high);
+    const __m128i bytes = D == Dtype::i8 ? _mm_packs_epi16(words, words) : _mm_packus_epi16(words, words);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(dst + i), bytes);
+  }
+  memcpy(dst + n, &by.scale, 4);
 }
 
 void store_row(const float* src, void* dst, int64_t n, Dtype dtype) {
+  if (dtype == Dtype::i8) return store_scaled<Dtype::i8>(src, static_cast<char*>(dst), n);
+  if (dtype == Dtype::f8) return store_scaled<Dtype::f8>(src, static_cast<char*>(dst), n);
   if (dtype == Dtype::f16) {
     uint16_t* half = static_cast<uint16_t*>(dst);
     for (int64_t i = 0; i < n; i += LANES)
@@ -37,11 +103,12 @@ void store_row(const float* src, void* dst, int64_t n, Dtype dtype) {
   scalar_ops.store_row(src, dst, n, dtype);
 }
 
-// Transposes 8 tokens x 8 dims of float32 rows to packed[dim * TILE + token].
-inline void transpose32(const void* const* rows, int64_t i, float* packed) {
+// Transposes 8 tokens x 8 dims of float32 or 8-bit rows to packed[dim * TILE + token].
+template <Dtype D>
+inline void transpose32(const void* const* rows, int64_t i, const __m256* factor, float* packed) {
   __m256 r[8], s[8];
 #pragma GCC unroll 8
-  for (int t = 0; t < 8; ++t) r[t] = load8<Dtype::f32>(rows[t], i);
+  for (int t = 0; t < 8; ++t) r[t] = scaled(D) ? _mm256_mul_ps(load8<D>(rows[t], i), factor[t]) : load8<D>(rows[t], i);
 #pragma GCC unroll 8
   for (int t = 0; t < 8; t += 2) {
     s[t] = _mm256_unpacklo_ps(r[t], r[t + 1]);
@@ -91,10 +158,14 @@ inline void transpose16(const void* const* rows, int64_t i, float* packed) {
 
 template <Dtype D>
 void pack_keys_of(const void* const* rows, int64_t head_dim, float* packed) {
-  for (int t = 0; t < TILE; t += D == Dtype::f32 ? 8 : 16)
+  constexpr bool HALVES = D == Dtype::f16 || D == Dtype::bf16;
+  for (int t = 0; t < TILE; t += HALVES ? 16 : 8) {
+    __m256 factor[8];
+    for (int r = 0; scaled(D) && r < 8; ++r) factor[r] = row_factor<D>(rows[t + r], head_dim);
     for (int64_t i = 0; i < head_dim; i += 8)
-      D == Dtype::f32 ? transpose32(rows + t, i, packed + i * TILE + t)
-                      : transpose16<D == Dtype::f32 ? Dtype::f16 : D>(rows + t, i, packed + i * TILE + t);
+      HALVES ? transpose16<HALVES ? D : Dtype::f16>(rows + t, i, packed + i * TILE + t)
+             : transpose32<D>(rows + t, i, factor, packed + i * TILE + t);
+  }
 }
 
 void pack_keys(const void* const* rows, int64_t head_dim, Dtype dtype, float* packed) {
@@ -102,13 +173,20 @@ void pack_keys(const void* const* rows, int64_t head_dim, Dtype dtype, float* pa
     case Dtype::f32: return pack_keys_of<Dtype::f32>(rows, head_dim, packed);
     case Dtype::f16: return pack_keys_of<Dtype::f16>(rows, head_dim, packed);
     case Dtype::bf16: return pack_keys_of<Dtype::bf16>(rows, head_dim, packed);
+    case Dtype::i8: return pack_keys_of<Dtype::i8>(rows, head_dim, packed);
+    case Dtype::f8: return pack_keys_of<Dtype::f8>(rows, head_dim, packed);
   }
 }
 
 template <Dtype D>
 void pack_values_of(const void* const* rows, int64_t head_dim, float* packed) {
-  for (int t = 0; t < TILE; ++t)
-    for (int64_t i = 0; i < head_dim; i += 8) _mm256_storeu_ps(packed + t * head_dim + i, load8<D>(rows[t], i));
+  for (int t = 0; t < TILE; ++t) {
+    const __m256 factor = row_factor<D>(rows[t], head_dim);
+    for (int64_t i = 0; i < head_dim; i += 8) {
+      const __m256 x = load8<D>(rows[t], i);
+      _mm256_storeu_ps(packed + t * head_dim + i, scaled(D) ? _mm256_mul_ps(x, factor) : x);
+    }
+  }
 }
 
 void pack_values(const void* const* rows, int64_t head_dim, Dtype dtype, float* packed) {
@@ -116,6 +194,8 @@ void pack_values(const void* const* rows, int64_t head_dim, Dtype dtype, float* 
     case Dtype::f32: return pack_values_of<Dtype::f32>(rows, head_dim, packed);
     case Dtype::f16: return pack_values_of<Dtype::f16>(rows, head_dim, packed);
     case Dtype::bf16: return pack_values_of<Dtype::bf16>(rows, head_dim, packed);
+    case Dtype::i8: return pack_values_of<Dtype::i8>(rows, head_dim, packed);
+    case Dtype::f8: return pack_values_of<Dtype::f8>(rows, head_dim, packed);
   }
 }
 
@@ -144,13 +224,23 @@ void tile_scores(const float* q, const float* keys, int64_t head_dim, float* sco
     for (int v = 0; v < TILE_VECS; ++v) _mm256_storeu_ps(score + n * TILE + v * LANES, acc[n][v]);
 }
 
+// score = cap * tanh(score / cap), in place.
+void cap_scores(float* score, float cap) {
+  for (int v = 0; v < TILE_VECS; ++v) {
+    const __m256 x = _mm256_div_ps(_mm256_loadu_ps(score + v * LANES), _mm256_set1_ps(cap));
+    _mm256_storeu_ps(score + v * LANES, _mm256_mul_ps(tanh8(x), _mm256_set1_ps(cap)));
+  }
+}
+
 // Turns scores into weights in place, moves max and sum on; returns what the old accumulator is worth now.
-float softmax_step(float* score, int visible, float* max, float* sum) {
+float softmax_step(float* score, int first, int visible, float* max, float* sum) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   __m256 s[TILE_VECS], seen[TILE_VECS];
   __m256 top8 = _mm256_set1_ps(*max);
   for (int v = 0; v < TILE_VECS; ++v) {
-    seen[v] = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(visible - v * LANES), lane));
+    const __m256i begun = _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(first - 1 - v * LANES));
+    seen[v] = _mm256_castsi256_ps(
+        _mm256_and_si256(begun, _mm256_cmpgt_epi32(_mm256_set1_epi32(visible - v * LANES), lane)));
     s[v] = _mm256_loadu_ps(score + v * LANES);
     top8 = _mm256_max_ps(top8, _mm256_blendv_ps(_mm256_set1_ps(-INFINITY), s[v], seen[v]));
   }
@@ -171,14 +261,14 @@ float softmax_step(float* score, int visible, float* max, float* sum) {
 // not see have weight 0.
 template <int N, int V>
 inline void add_values(float* acc, int64_t head_dim, const float* keep, const float* weight, const float* const* values,
-                       int num_tokens, int64_t i) {
+                       int first, int end, int64_t i) {
   __m256 a[N][V];
 #pragma GCC unroll 8
   for (int n = 0; n < N; ++n)
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v)
       a[n][v] = _mm256_mul_ps(_mm256_loadu_ps(acc + n * head_dim + i + v * LANES), _mm256_set1_ps(keep[n]));
-  for (int t = 0; t < num_tokens; ++t) {
+  for (int t = first; t < end; ++t) {
     __m256 w[N];
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) w[n] = _mm256_broadcast_ss(weight + n * TILE + t);
@@ -196,20 +286,22 @@ inline void add_values(float* acc, int64_t head_dim, const float* keep, const fl
 }
 
 template <int N>
-void attend_some(const Queries& qs, int64_t first, const float* keys, const float* const* values, int64_t head_dim) {
+void attend_some(const Queries& qs, int64_t at, const float* keys, const float* const* values, int64_t head_dim) {
   float score[N * TILE], keep[N];
-  int num_tokens = 0;
-  tile_scores<N>(qs.q + first * head_dim, keys, head_dim, score);
+  int first = TILE, end = 0;
+  tile_scores<N>(qs.q + at * head_dim, keys, head_dim, score);
   for (int n = 0; n < N; ++n) {
-    const int visible = qs.visible[first + n];
-    keep[n] = softmax_step(score + n * TILE, visible, qs.max + first + n, qs.sum + first + n);
-    num_tokens = visible > num_tokens ? visible : num_tokens;
+    const int from = qs.first[at + n], to = qs.visible[at + n];
+    if (qs.softcap > 0.0f) cap_scores(score + n * TILE, qs.softcap);
+    keep[n] = softmax_step(score + n * TILE, from, to, qs.max + at + n, qs.sum + at + n);
+    first = from < first ? from : first;
+    end = to > end ? to : end;
   }
-  float* acc = qs.acc + first * head_dim;
+  float* acc = qs.acc + at * head_dim;
   int64_t i = 0;
   for (; i + 4 * LANES <= head_dim; i += 4 * LANES)
-    add_values<N, 4>(acc, head_dim, keep, score, values, num_tokens, i);
-  for (; i < head_dim; i += LANES) add_values<N, 1>(acc, head_dim, keep, score, values, num_tokens, i);
+    add_values<N, 4>(acc, head_dim, keep, score, values, first, end, i);
+  for (; i < head_dim; i += LANES) add_values<N, 1>(acc, head_dim, keep, score, values, first, end, i);
 }
 
 void attend(const Queries& qs, const float* keys, const float* const* values, int64_t head_dim) {

@@ -50,8 +50,9 @@ def server_version(binary: Path) -> tuple[int, ...] | None:
     return tuple(map(int, match[1].split("."))) if match else None
 
 
-def redis_argv(binary: Path, data: Path, socket: Path) -> tuple[str, ...]:
-    """A private server: no TCP port, a socket that only this user may open, every acknowledged write on disk."""
+def redis_argv(binary: Path, data: Path, socket: Path, max_memory_mb: int) -> tuple[str, ...]:
+    """A private server: no TCP port, a socket that only this user may open, every acknowledged write on disk; full, it
+    refuses what is new and forgets nothing."""
     options = {
         "port": "0",
         "unixsocket": str(socket),
@@ -61,6 +62,7 @@ def redis_argv(binary: Path, data: Path, socket: Path) -> tuple[str, ...]:
         "save": "",
         "appendonly": "yes",
         "appendfsync": "always",
+        "maxmemory": f"{max_memory_mb}mb",
         "maxmemory-policy": "noeviction",
     }
     return (str(binary), *(word for key, value in options.items() for word in (f"--{key}", value)))

@@ -49,7 +49,9 @@ class Stack:
         if binary:
             socket = self.run_dir.socket_path("redis.sock")
             settings = _with_redis(settings, f"unix://{socket}?db=0")
-            specs.append(redis_spec(redis_argv(binary, self.run_dir.redis, socket), socket))
+            specs.append(
+                redis_spec(redis_argv(binary, self.run_dir.redis, socket, settings.redis.max_memory_mb), socket)
+            )
         worker = msgspec.structs.replace(
             settings.worker, run_dir=settings.worker.run_dir or self.run_dir.worker_sockets
         )

@@ -68,6 +68,13 @@ class BlockPool:
             self._refs[block] += 1
         assert self.takeable >= 0, "a hit took a promised block"
 
+    def share(self, blocks: Iterable[BlockId]) -> None:
+        """One more reference to each of these held blocks (another choice of the same prompt)."""
+        for block in blocks:
+            assert self._refs[block] > 0
+            assert block not in self._landing
+            self._refs[block] += 1
+
     def release(self, blocks: Iterable[BlockId]) -> None:
         """One reference less to each; the last one leaves the block cached if it is mapped, else free."""
         for block in blocks:

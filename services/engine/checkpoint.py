@@ -1,11 +1,12 @@
-"""One view of a model on disk, whatever its format. Tensors go by the names of Hugging Face's Llama.
+"""One view of a model on disk, whatever its format. Tensors go by the names of `model_spec.tensor_shapes`; each format
+knows what its files call them.
 
 A model's digest says whether two workers serve the same weights. It covers, for every file: its size, its
 header (names, shapes, types, and in GGUF the tokenizer), and samples of each tensor (the first and the middle
 `SAMPLE_BYTES`), so that gigabytes need not be read; a fine-tune changes them all. Names of files do not count.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +14,8 @@ from typing import Protocol
 import torch
 
 from services.engine.gguf_quants import Groups
-from services.engine.model_spec import ModelSpec
+from services.engine.model_spec import ModelSpec, tensor_shapes
+from shared.errors import ModelError
 
 SAMPLE_BYTES = 4096
 _DIGEST_BYTES = 16
@@ -25,8 +27,13 @@ class Checkpoint(Protocol):
     @property
     def spec(self) -> ModelSpec: ...
 
+    def label(self, name: str) -> str:
+        """What the file calls the tensor, for messages."""
+        ...
+
     def read(self, name: str) -> torch.Tensor:
-        """float32, in Hugging Face's shape and row order. :raises ModelError: missing, or an unknown type."""
+        """float32, in the shape of `tensor_shapes`, rows that RoPE turns together half a head apart; norms as they
+        multiply. :raises ModelError: an unknown type, or another shape."""
         ...
 
     def bits(self, name: str) -> int:
@@ -75,11 +82,21 @@ class ModelDigest:
         return self._hash.hexdigest()
 
 
-def expected_names(num_layers: int, tied_embeddings: bool) -> list[str]:
-    """Every tensor of a Llama checkpoint."""
-    names = ["model.embed_tokens.weight", "model.norm.weight"]
-    if not tied_embeddings:
-        names.append("lm_head.weight")
-    parts = ["input_layernorm", "post_attention_layernorm"]
-    parts += [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
-    return names + [f"model.layers.{layer}.{part}.weight" for layer in range(num_layers) for part in parts]
+def check_names(
+    spec: ModelSpec, stored: Iterable[str], label: Callable[[str], str], harmless: Iterable[str] = ()
+) -> None:
+    """:param stored: the file's own names. :param harmless: of these, those that may be left unread.
+
+    :raises ModelError: a tensor is missing, or is none of this model's.
+    """
+    expected, found = {label(name) for name in tensor_shapes(spec)}, set(stored)
+    for name in sorted(expected - found):
+        raise ModelError(f"model {spec.name}: tensor {name} is missing")
+    for name in sorted(found - expected - set(harmless)):
+        raise ModelError(f"model {spec.name}: tensor {name} is not part of a model of this kind that this build knows")
+
+
+def check_shape(spec: ModelSpec, label: str, got: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """:raises ModelError: with both shapes."""
+    if tuple(got) != expected:
+        raise ModelError(f"model {spec.name}: tensor {label} is {tuple(got)}, expected {expected}")

@@ -14,6 +14,7 @@ from services.engine.last_tokens import LastTokens
 from services.engine.types import PENDING, BayId, Move, PlanItem, SeqId, StepPlan, StepResult
 from shared.hashing import block_digest
 from shared.ids import BlockDigest, BlockId
+from shared.messages import TokenLogprobs
 
 _RECORD = struct.Struct("<IIQ")  # token, position + 1 (0 = never written), state
 _KEY = struct.Struct("<QI")
@@ -30,6 +31,11 @@ def next_token(state: int, choice: int, seed: int, position: int, vocab_size: in
     """Token that follows `state` at `position`."""
     digest = blake2b(_CHOICE.pack(state, choice, seed & 0xFFFFFFFF, position), digest_size=4).digest()
     return int.from_bytes(digest, "little") % vocab_size
+
+
+def fake_logprob(token: int) -> TokenLogprobs:
+    """What is told of a token, asked for logprobs: a function of the token, so that a mix-up shows."""
+    return TokenLogprobs(-1.0 - token / 1024, 1 + token % 7)
 
 
 def fake_answer(
@@ -92,7 +98,17 @@ class FakeRunner:
         written: set[int] = set()
         sampled = tuple(self._run_item(item, written, pending) for item in plan.items)
         self._last.put(plan, sampled)
-        return StepResult(sampled, tuple(self.digest(block) for block in plan.digest_blocks))
+        logprobs: list[tuple[TokenLogprobs, ...]] = []
+        for item, tokens in zip(plan.items, sampled, strict=True):
+            wanted = item.sample is not None and item.sample.sampling.logprobs is not None
+            logprobs.append(tuple(map(fake_logprob, tokens)) if wanted else ())
+        told = tuple(tuple(map(fake_logprob, item.targets)) for item in plan.items)
+        return StepResult(
+            sampled,
+            tuple(self.digest(block) for block in plan.digest_blocks),
+            tuple(logprobs) if any(logprobs) else (),
+            told if any(told) else (),
+        )
 
     def digest(self, block: BlockId) -> BlockDigest:
         return block_digest(self._block(block))
@@ -113,7 +129,10 @@ class FakeRunner:
             return ()
         assert item.sample.position == end, f"seq {item.seq_id}: samples {item.sample.position} after {end} tokens"
         sample = item.sample
-        return (next_token(state, sample.choice, sample.sampling.seed, sample.position, self._vocab_size),)
+        return tuple(
+            next_token(state, sample.choice + i, sample.sampling.seed, sample.position, self._vocab_size)
+            for i in range(sample.num_choices)
+        )
 
     def _state_before(self, item: PlanItem) -> int:
         """State of the tokens before the item's first row, as the pool has it."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from kernels.decoder import is_available
 from services.engine.checkpoint import Checkpoint, open_checkpoint
 from services.engine.memory import plan_num_blocks
-from services.engine.model import LlamaModel, Model
+from services.engine.model import Model, PlainModel
 from services.engine.model_spec import KVDtype, KVSpec, ModelSpec, WeightDtype, kv_spec, pool_fingerprint
 from services.engine.packed_model import load_packed_model
 from services.engine.packing_plan import plan_pack
@@ -62,7 +62,7 @@ class ModelPlan:
         """
         if is_available():
             return load_packed_model(self.checkpoint, self.dtype, self.cache_dir)
-        return LlamaModel(self.spec, load_weights(self.checkpoint))
+        return PlainModel(self.spec, load_weights(self.checkpoint))
 
 
 def open_model(config: ModelConfig, engine: EngineConfig) -> ModelPlan:

@@ -22,7 +22,7 @@ from shared.errors import ModelError
 
 log = structlog.get_logger(__name__)
 
-PACK_VERSION = 1
+PACK_VERSION = 2
 """Raised when the packed bytes of a model change."""
 _MAGIC = b"BATONPK\0"
 _HEADER_BYTES = mmap.PAGESIZE

@@ -24,6 +24,9 @@ class PackedModel:
             assert entry.fmt is not None
             return PackedMatrix(entry.fmt, entry.num_outputs, entry.num_inputs, _bytes(buffer, entry))
 
+        def maybe(name: str) -> np.ndarray | None:
+            return _bytes(buffer, entries[name]).view(np.float32) if name in entries else None
+
         def vector(name: str) -> np.ndarray:
             return _bytes(buffer, entries[name]).view(np.float32)
 
@@ -35,21 +38,22 @@ class PackedModel:
                 mlp_norm=vector(f"{at}.mlp_norm"),
                 gate_up=matrix(f"{at}.gate_up"),
                 down=matrix(f"{at}.down"),
+                qkv_bias=maybe(f"{at}.qkv_bias"),
+                q_norm=maybe(f"{at}.q_norm"),
+                k_norm=maybe(f"{at}.k_norm"),
+                attn_post_norm=maybe(f"{at}.attn_post_norm"),
+                mlp_post_norm=maybe(f"{at}.mlp_post_norm"),
+                window=layer.window,
+                rope=layer.rope,
             )
-            for at in (f"layers.{i}" for i in range(spec.num_layers))
+            for at, layer in ((f"layers.{i}", layer) for i, layer in enumerate(spec.layers))
         ]
-        shape = DecoderShape(
-            hidden_size=spec.hidden_size,
-            intermediate_size=spec.intermediate_size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            vocab_size=spec.vocab_size,
-            rms_eps=spec.rms_eps,
-        )
         head = matrix("embed" if spec.tied_embeddings else "head")
-        frequencies = inverse_frequencies(spec).numpy()
-        self._decoder = Decoder(shape, frequencies, matrix("embed"), layers, vector("norm"), head, simd=simd)
+        frequencies = np.array([rope.inverse_frequencies for rope in spec.ropes], np.float32)
+        scales = np.array([rope.scale for rope in spec.ropes], np.float32)
+        self._decoder = Decoder(
+            _shape(spec), frequencies, scales, matrix("embed"), layers, vector("norm"), head, simd=simd
+        )
 
     def forward(self, batch: StepBatch, pool: torch.Tensor, num_threads: int = 1) -> torch.Tensor:
         """See `services.engine.model.Model.forward`."""
@@ -67,10 +71,21 @@ class PackedModel:
         return torch.from_numpy(logits)
 
 
-def inverse_frequencies(spec: ModelSpec) -> torch.Tensor:
-    """RoPE's, float32 `[head_dim / 2]`: computed in float32, as the models were trained."""
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
-    return 1.0 / spec.rope_theta**exponents
+def _shape(spec: ModelSpec) -> DecoderShape:
+    return DecoderShape(
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        vocab_size=spec.vocab_size,
+        rms_eps=spec.rms_eps,
+        attention_scale=spec.attention_scale,
+        embed_scale=spec.embed_scale,
+        attention_softcap=spec.attention_softcap,
+        logit_softcap=spec.logit_softcap,
+        gelu=spec.activation == "gelu",
+    )
 
 
 def load_packed_model(checkpoint: Checkpoint, dtype: WeightDtype, cache_dir: str = "") -> PackedModel:

@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.packing import OUTS, Format, interleave, pack_f32, pack_q4, pack_q8, packed_bytes, quantise_q8
-from services.engine.checkpoint import Checkpoint
-from services.engine.model_spec import ModelSpec, WeightDtype
-from shared.errors import ModelError
+from services.engine.checkpoint import Checkpoint, check_shape
+from services.engine.model_spec import WeightDtype, tensor_shapes
 
 ALIGNMENT = 64
 Buffer = npt.NDArray[np.uint8]
@@ -25,7 +24,7 @@ class Entry:
     name: str
     sources: tuple[str, ...]
     fmt: Format | None
-    source_rows: tuple[int, ...]  # of each source
+    source_rows: tuple[int, ...]  # of each source; of a vector, its parts' lengths
     num_inputs: int
     in_turns: bool = False  # the sources' blocks alternate; otherwise they follow each other
     offset: int = 0
@@ -53,12 +52,12 @@ def plan_pack(checkpoint: Checkpoint, dtype: WeightDtype) -> PackPlan:
     """Lay out all weights; reads none."""
     spec = checkpoint.spec
     planner = _Planner(checkpoint, dtype)
-    planner.matrix("embed", "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+    planner.matrix("embed")
     if not spec.tied_embeddings:
-        planner.matrix("head", "lm_head.weight", spec.vocab_size, spec.hidden_size)
-    planner.vector("norm", "model.norm.weight", spec.hidden_size)
+        planner.matrix("head")
+    planner.vector("norm")
     for i in range(spec.num_layers):
-        planner.layer(i)
+        planner.layer(f"layers.{i}.")
     return planner.plan()
 
 
@@ -76,40 +75,50 @@ def fill(checkpoint: Checkpoint, plan: PackPlan, buffer: Buffer) -> None:
 class _Planner:
     def __init__(self, checkpoint: Checkpoint, dtype: WeightDtype) -> None:
         self._checkpoint, self._dtype = checkpoint, dtype
+        self._shapes = tensor_shapes(checkpoint.spec)
         self._entries: list[Entry] = []
 
-    def matrix(self, name: str, source: str, rows: int, columns: int) -> None:
-        self._add(Entry(name, (source,), self._format(source), (rows,), columns))
+    def matrix(self, name: str, entry: str = "") -> None:
+        rows, columns = self._shapes[name]
+        self._add(Entry(entry or name, (name,), self._format(name), (rows,), columns))
 
-    def vector(self, name: str, source: str, size: int) -> None:
-        self._add(Entry(name, (source,), None, (1,), size))
+    def vector(self, entry: str, *sources: str) -> None:
+        """One tensor, or several one after the other; none where the model has none."""
+        names = sources or (entry,)
+        if names[0] in self._shapes:
+            sizes = tuple(self._shapes[name][0] for name in names)
+            self._add(Entry(entry, names, None, sizes, sum(sizes)))
 
-    def layer(self, layer: int) -> None:
-        spec, at = self._checkpoint.spec, f"layers.{layer}."
-        source = f"model.layers.{layer}.{{}}.weight".format
-        self.vector(at + "attn_norm", source("input_layernorm"), spec.hidden_size)
-        self._qkv(at, tuple(source(f"self_attn.{part}_proj") for part in "qkv"), spec)
-        self.matrix(at + "o", source("self_attn.o_proj"), spec.hidden_size, spec.num_heads * spec.head_dim)
-        self.vector(at + "mlp_norm", source("post_attention_layernorm"), spec.hidden_size)
-        pair = (source("mlp.gate_proj"), source("mlp.up_proj"))
+    def layer(self, at: str) -> None:
+        self.vector(at + "attn_norm")
+        self._qkv(at, tuple(at + part for part in "qkv"))
+        self.vector(at + "qkv_bias", *(at + f"{part}_bias" for part in "qkv"))
+        self.vector(at + "q_norm")
+        self.vector(at + "k_norm")
+        self.matrix(at + "o")
+        self.vector(at + "attn_post_norm")
+        self.vector(at + "mlp_norm")
+        pair = (at + "gate", at + "up")
         formats = {self._format(name) for name in pair}
         fmt = formats.pop() if len(formats) == 1 else Format.Q8
-        self._add(Entry(at + "gate_up", pair, fmt, (spec.intermediate_size,) * 2, spec.hidden_size, in_turns=True))
-        self.matrix(at + "down", source("mlp.down_proj"), spec.hidden_size, spec.intermediate_size)
+        width, hidden = self._shapes[pair[0]]
+        self._add(Entry(at + "gate_up", pair, fmt, (width, width), hidden, in_turns=True))
+        self.matrix(at + "down")
+        self.vector(at + "mlp_post_norm")
 
     def plan(self) -> PackPlan:
         last = self._entries[-1]
         return PackPlan(tuple(self._entries), _aligned(last.offset + last.num_bytes))
 
-    def _qkv(self, at: str, sources: tuple[str, ...], spec: ModelSpec) -> None:
+    def _qkv(self, at: str, sources: tuple[str, ...]) -> None:
         """One matrix where blocks of 16 outputs and one format allow it, else one per projection."""
-        rows = tuple(heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads))
+        rows, columns = tuple(self._shapes[name][0] for name in sources), self._shapes[sources[0]][1]
         formats = [self._format(name) for name in sources]
         if len(set(formats)) == 1 and not any(count % OUTS for count in rows):
-            self._add(Entry(at + "qkv.0", sources, formats[0], rows, spec.hidden_size))
+            self._add(Entry(at + "qkv.0", sources, formats[0], rows, columns))
             return
-        for i, (name, count) in enumerate(zip(sources, rows, strict=True)):
-            self.matrix(f"{at}qkv.{i}", name, count, spec.hidden_size)
+        for i, name in enumerate(sources):
+            self.matrix(name, f"{at}qkv.{i}")
 
     def _format(self, source: str) -> Format:
         if self._dtype == "float32":
@@ -133,9 +142,12 @@ def _aligned(offset: int) -> int:
 
 
 def _vector(checkpoint: Checkpoint, entry: Entry) -> Buffer:
-    values = checkpoint.read(entry.sources[0]).numpy()
-    _check_shape(checkpoint, entry.sources[0], values.shape, (entry.num_inputs,))
-    return np.ascontiguousarray(values, dtype=np.float32).view(np.uint8)
+    parts = []
+    for name, size in zip(entry.sources, entry.source_rows, strict=True):
+        values = checkpoint.read(name).numpy()
+        check_shape(checkpoint.spec, checkpoint.label(name), values.shape, (size,))
+        parts.append(values)
+    return np.ascontiguousarray(np.concatenate(parts), dtype=np.float32).view(np.uint8)
 
 
 def _matrix(checkpoint: Checkpoint, entry: Entry, fmt: Format) -> Buffer:
@@ -150,15 +162,10 @@ def _matrix(checkpoint: Checkpoint, entry: Entry, fmt: Format) -> Buffer:
 def _pack(checkpoint: Checkpoint, name: str, fmt: Format, shape: tuple[int, int]) -> Buffer:
     if (fmt, checkpoint.bits(name)) in ((Format.Q4, 4), (Format.Q8, 8)):
         groups = checkpoint.read_groups(name)
-        _check_shape(checkpoint, name, groups.q.shape, shape)
+        check_shape(checkpoint.spec, checkpoint.label(name), groups.q.shape, shape)
         if groups.minimum is None:
             return pack_q8(groups.q.view(np.int8), groups.scale)
         return pack_q4(groups.q.view(np.uint8), groups.scale, groups.minimum)
     weights = checkpoint.read(name).numpy()
-    _check_shape(checkpoint, name, weights.shape, shape)
+    check_shape(checkpoint.spec, checkpoint.label(name), weights.shape, shape)
     return pack_f32(weights) if fmt == Format.F32 else pack_q8(*quantise_q8(weights))
-
-
-def _check_shape(checkpoint: Checkpoint, name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if tuple(got) != expected:
-        raise ModelError(f"model {checkpoint.spec.name}: tensor {name} is {tuple(got)}, expected {expected}")

@@ -15,6 +15,7 @@ line unless the head would still fit (`rationing.py`).
 from collections import Counter, deque
 
 from services.engine.block_pool import BlockPool
+from services.engine.forking import Forking
 from services.engine.parking import Parking
 from services.engine.progress import Progress
 from services.engine.rationing import Rationing
@@ -52,10 +53,13 @@ class Planner:
         self._roster = Roster()
         self._blocks = SeqBlocks(pool, prefix_caching=limits.prefix_caching)
         self._parking = parking or Parking(0)
-        self._progress = Progress(pool, self._blocks, self._parking, self._roster, limits.max_model_len)
+        self._forking = Forking(pool, self._roster, limits.max_model_len)
+        self._progress = Progress(
+            *(pool, self._blocks, self._parking, self._roster, self._forking, limits.max_model_len),
+        )
         self._rationing = Rationing(pool, self._blocks, self._roster, limits.max_model_len)
         self._seating = Seating(
-            *(limits, self._roster, self._blocks, self._rationing, self._parking, self._progress),
+            *(limits, self._roster, self._blocks, self._rationing, self._parking, self._forking, self._progress),
         )
         self._flights: deque[StepPlan] = deque()
         self._wants_quiet = False  # nothing is planned ahead until nothing is in flight
@@ -108,9 +112,9 @@ class Planner:
         return Reservation(spec.seq_id, seq.table, len(quote.hits), seq.num_shared)
 
     def land(self, seq_id: SeqId, first: FirstToken) -> bool:
-        """The reserved blocks hold the prompt's KV: the seq runs, its first token known. The token is not reported
-        again, and must not end the seq (then the caller drops it instead). False if the seq was aborted
-        meanwhile: its blocks are given back."""
+        """The reserved blocks hold the prompt's KV: the seq runs, its first token known, and so do its siblings. The
+        tokens are not reported again, and must not end all of them (then the caller drops the seq instead). False if
+        the seq was aborted meanwhile: its blocks are given back."""
         seq = self._roster.get(seq_id)
         if seq is None or seq.state is SeqState.ABORTED:
             self.drop(seq_id)
@@ -120,10 +124,15 @@ class Planner:
         self._pool.end_landing(seq.table[seq.num_hit_blocks :])
         seq.num_computed = seq.num_planned = seq.high_water = len(seq.tokens)
         self._blocks.fill(seq)
-        seq.tokens.append(first.token_id)
         seq.num_cached_tokens = first.num_cached_tokens
-        assert self._reason(seq) is None, f"seq {seq_id} ended with its first token"
         self._roster.move(seq, SeqState.RUNNING)
+        if seq.spec.siblings:
+            self._forking.fork(seq, first.others)
+        seq.prompt_logprobs = None
+        seq.tokens.append(first.token_id)
+        if self._reason(seq) is not None:
+            assert seq.spec.siblings, f"seq {seq_id} ended with its first token"
+            self._progress.retire(seq)
         return True
 
     def drop(self, seq_id: SeqId) -> None:
@@ -181,7 +190,7 @@ class Planner:
         items = tuple(self._item(seq, num_rows) for seq, num_rows in draft.rows.items())
         after = self._flights[-1].step if ahead else 0
         plan = StepPlan(
-            *(self._step, items, self._parking.take_moves(), tuple(draft.restores)),
+            *(self._step, items, self._parking.take_moves(), tuple(draft.restores), tuple(draft.copies)),
             digest_blocks=digests,
             after=after,
         )
@@ -273,6 +282,8 @@ class Planner:
                 holders[block] += 1
             if seq.num_announced:
                 pinned.update(table[: seq.num_announced])
+        for block in self._forking.copied:
+            holders[block] += 1
         assert holders == pool.all_refs()
         assert pool.promised == promised
         assert census["landing"] == num_landing
@@ -287,7 +298,7 @@ class Planner:
         assert 0 < spec.num_prompt_tokens <= len(spec.token_ids)
         assert len(spec.block_hashes) == spec.num_prompt_tokens // size, "hashes of another block size"
         assert self._roster.get(spec.seq_id) is None, f"seq {spec.seq_id} is known already"
-        seq = Seq(spec, self._roster.next_arrival(), size, spec.credit_blocks)
+        seq = Seq(spec, self._roster.next_arrival(1 + len(spec.siblings)), size, spec.credit_blocks)
         assert self._reason(seq) is None, f"seq {spec.seq_id} has ended already"
         return seq
 
@@ -303,19 +314,26 @@ class Planner:
 
     def _item(self, seq: Seq, num_rows: int) -> PlanItem:
         """The seq's rows as the runner wants them. Mutates what the seq has in flight."""
-        start, sample = seq.num_planned, None
+        start, sample, spec = seq.num_planned, None, seq.spec
         tokens = tuple(seq.tokens[start : start + num_rows]) or (PENDING,)
         if num_rows == seq.num_remaining:
             position = len(seq.tokens) + seq.num_pending
-            sample = SampleSpec(seq.spec.sampling, seq.spec.choice, position, seq.tokens, seq.spec.num_prompt_tokens)
+            sample = SampleSpec(
+                *(spec.sampling, spec.choice, position, seq.tokens, spec.num_prompt_tokens, seq.num_first_tokens)
+            )
             seq.num_pending += 1
         seq.num_planned += num_rows
         seq.num_flights += 1
-        return PlanItem(seq.spec.seq_id, tokens, start, seq.table, sample)
+        if seq.prompt_logprobs is None:
+            return PlanItem(spec.seq_id, tokens, start, seq.table, sample)
+        targets = tuple(seq.tokens[start + 1 : start + 1 + num_rows])
+        return PlanItem(spec.seq_id, tokens, start, seq.table, sample, targets, spec.sampling.prompt_logprobs or 0)
 
     def _land_plan(self, plan: StepPlan) -> None:
         assert self._flights, "no plan in flight"
         assert plan is self._flights.popleft(), "not the eldest plan in flight"
+        if plan.copies:
+            self._forking.release_copied()
 
     def _take_num_preempted(self) -> int:
         told, self._preemptions_told = self._preemptions_told, self._seating.preemptions

@@ -1,17 +1,19 @@
 """What a step's result does to its seqs: tokens, full blocks, announcements, ends. The second half of `commit`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Literal
 
 from services.engine.block_pool import BlockPool
+from services.engine.forking import Forking
 from services.engine.parking import Parking
 from services.engine.roster import Roster
 from services.engine.seq import Seq, SeqState, ends_with
 from services.engine.seq_blocks import SeqBlocks
 from services.engine.types import Filled, PlanItem, SeqId, SeqOutput, StepOutput, StepPlan, StepResult
 from shared.ids import BlockDigest, BlockId
-from shared.messages import FirstToken
+from shared.messages import FirstToken, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -37,18 +39,27 @@ def check_result(plan: StepPlan, result: StepResult) -> None:
     assert len(result.digests) == len(plan.digest_blocks), "digests and planned blocks differ in number"
     for item, sampled in zip(plan.items, result.sampled, strict=True):
         assert bool(sampled) == (item.sample is not None), f"seq {item.seq_id}: {len(sampled)} tokens sampled"
+        wanted = item.sample.num_choices if item.sample else 1
+        assert wanted == 1 or len(sampled) == wanted, f"seq {item.seq_id}: {len(sampled)} tokens for {wanted} choices"
 
 
 class Progress:
     """Mutates seqs, roster and pool, by results alone."""
 
     def __init__(
-        self, pool: BlockPool, blocks: SeqBlocks, parking: Parking, roster: Roster, max_model_len: int
+        self,
+        pool: BlockPool,
+        blocks: SeqBlocks,
+        parking: Parking,
+        roster: Roster,
+        forking: Forking,
+        max_model_len: int,
     ) -> None:
         self._pool = pool
         self._blocks = blocks
         self._parking = parking
         self._roster = roster
+        self._forking = forking
         self._max_model_len = max_model_len
         self.counts = Counts()
 
@@ -79,14 +90,19 @@ class Progress:
         for block, digest in zip(plan.digest_blocks, result.digests, strict=True):
             self._pool.set_digest(block, digest)
         report = _Report()
-        for item, sampled in zip(plan.items, result.sampled, strict=True):
+        logprobs = result.logprobs or repeat(())
+        for i, (item, sampled, told) in enumerate(zip(plan.items, result.sampled, logprobs, strict=False)):
             seq = self._roster.get(item.seq_id)
             assert seq is not None
             if self._is_over(seq, item):
                 continue
             self._advance(seq, item, report)
-            if sampled:
-                self._append(seq, sampled, report)
+            if item.targets:
+                seq.tell(item.start, result.prompt_logprobs[i])
+            if sampled and seq.num_first_tokens > 1:
+                self._part(seq, sampled, told, report)
+            elif sampled:
+                self._append(seq, sampled, told, report)
             elif seq.spec.prefill_only:
                 self._announce(seq, None, report)
         return StepOutput(
@@ -151,7 +167,38 @@ class Progress:
         if seq.parked:  # restored by the step
             self._parking.leave(seq)
 
-    def _append(self, seq: Seq, sampled: Iterable[int], report: _Report) -> None:
+    def _part(self, seq: Seq, sampled: Sequence[int], told: Sequence[TokenLogprobs], report: _Report) -> None:
+        """The first tokens of all choices of a prompt: from here on there is a seq for each, or all are handed off."""
+        index, cached = seq.num_output, seq.num_cached_tokens
+        ends = [self._forking.ends(seq, token) for token in sampled]
+        prompt_logprobs, seq.prompt_logprobs = tuple(seq.prompt_logprobs or ()), None
+        for i, (seq_id, token) in enumerate(zip((seq.spec.seq_id, *seq.spec.siblings), sampled, strict=True)):
+            size = len(seq.tokens) + 1
+            finish = ends_with(seq.spec.sampling, token, index + 1, size, self._max_model_len) if ends[i] else None
+            told_here, of_prompt = tuple(told[i : i + 1]), () if i else prompt_logprobs
+            report.outputs.append(SeqOutput(seq_id, index, (token,), finish, cached, told_here, of_prompt))
+        self.counts.output_tokens += len(sampled)
+        if seq.spec.prefill_only and not all(ends):
+            first = FirstToken(
+                index=index,
+                token_id=sampled[0],
+                num_cached_tokens=cached,
+                others=tuple(sampled[1:]),
+                logprobs=tuple(told),
+            )
+            self._hand_off(seq, first, report)
+            return
+        if not seq.spec.prefill_only:
+            self._forking.fork(seq, sampled[1:])
+        seq.tokens.append(sampled[0])
+        if ends[0]:
+            self.end(seq)
+
+    def _hand_off(self, seq: Seq, first: FirstToken, report: _Report) -> None:
+        self._announce(seq, first, report)
+        self._roster.move(seq, SeqState.HANDING_OFF)
+
+    def _append(self, seq: Seq, sampled: Iterable[int], told: Sequence[TokenLogprobs], report: _Report) -> None:
         """New output tokens, cut after the one that ends the seq."""
         index = seq.num_output
         kept: list[int] = []
@@ -164,14 +211,16 @@ class Progress:
                 break
         assert len(kept) == 1 or not seq.num_flights, "a plan ahead reckoned with one token"
         self.counts.output_tokens += len(kept)
-        report.outputs.append(SeqOutput(seq.spec.seq_id, index, tuple(kept), finish, seq.num_cached_tokens))
+        logprobs, prompt_logprobs = tuple(told[: len(kept)]), ()
+        if seq.prompt_logprobs is not None:
+            prompt_logprobs, seq.prompt_logprobs = tuple(seq.prompt_logprobs), None
+        cached = seq.num_cached_tokens
+        report.outputs.append(SeqOutput(seq.spec.seq_id, index, tuple(kept), finish, cached, logprobs, prompt_logprobs))
         if finish:
             self.end(seq)
         elif seq.spec.prefill_only:
-            self._announce(
-                seq, FirstToken(index=index, token_id=kept[0], num_cached_tokens=seq.num_cached_tokens), report
-            )
-            self._roster.move(seq, SeqState.HANDING_OFF)
+            first = FirstToken(index=index, token_id=kept[0], num_cached_tokens=cached, logprobs=logprobs)
+            self._hand_off(seq, first, report)
 
     def _announce(self, seq: Seq, last: FirstToken | None, report: _Report) -> None:
         """Pin and report the blocks that may be read from now on."""

@@ -33,9 +33,11 @@ class Roster:
     def get(self, seq_id: SeqId) -> Seq | None:
         return self._seqs.get(seq_id)
 
-    def next_arrival(self) -> int:
-        self._arrivals += 1
-        return self._arrivals
+    def next_arrival(self, count: int = 1) -> int:
+        """The first of so many numbers in a row."""
+        first = self._arrivals + 1
+        self._arrivals += count
+        return first
 
     def enter(self, seq: Seq) -> None:
         """A new seq, in the line of its state."""

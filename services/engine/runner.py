@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kernels.kv_rows import row_items
 from services.engine.choosing import choose
 from services.engine.last_tokens import LastTokens
 from services.engine.model import Model
-from services.engine.model_spec import KVDtype, kv_spec
+from services.engine.model_spec import KVDtype, ModelSpec, kv_spec
 from services.engine.step_batch import build_batch
 from services.engine.types import Move, StepPlan, StepResult
 from shared.hashing import block_digest
@@ -19,6 +20,8 @@ _TORCH_DTYPES: dict[KVDtype, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
 }
 
 
@@ -27,6 +30,17 @@ def configure_threads(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     if torch.get_num_interop_threads() != 1:
         torch.set_num_interop_threads(1)
+
+
+def view_pool(
+    region: memoryview | bytearray, num_blocks: int, spec: ModelSpec, block_size: int, kv_dtype: KVDtype
+) -> torch.Tensor:
+    """A region as the pool that `Model.forward` takes: `[num_blocks, kv_heads, layers, 2, block_size, row]`."""
+    dtype = _TORCH_DTYPES[kv_dtype]
+    row = row_items(spec.head_dim, dtype)
+    return torch.frombuffer(region, dtype=dtype).view(
+        num_blocks, spec.num_kv_heads, spec.num_layers, 2, block_size, row
+    )
 
 
 class ModelRunner:
@@ -55,15 +69,13 @@ class ModelRunner:
         self.num_blocks, self.block_size = num_blocks, block_size
         assert not region.readonly, "the region must be writable"
         assert region.nbytes == num_blocks * self.block_bytes, "the region must hold exactly num_blocks blocks"
-        self._model, self._num_threads = model, num_threads
+        self._model, self._num_threads, self.num_bays = model, num_threads, num_bays
         self._last = LastTokens()
         self._bays = np.frombuffer(mmap.mmap(-1, max(1, num_bays * self.block_bytes)), np.uint8)[
             : num_bays * self.block_bytes
         ].reshape(num_bays, self.block_bytes)  # parked blocks; memory is taken when a bay is first used
         self._bytes = region.cast("B")
-        self._pool = torch.frombuffer(self._bytes, dtype=_TORCH_DTYPES[kv_dtype]).view(
-            num_blocks, spec.num_kv_heads, spec.num_layers, 2, block_size, spec.head_dim
-        )
+        self._pool = view_pool(self._bytes, num_blocks, spec, block_size, kv_dtype)
 
     @property
     def block_bytes(self) -> int:
@@ -102,7 +114,8 @@ class ModelRunner:
     def _copy(self, copies: tuple[tuple[BlockId, BlockId], ...]) -> None:
         if copies:
             sources, targets = zip(*copies, strict=True)
-            self._pool[list(targets)] = self._pool[list(sources)]
+            raw = self._pool.view(torch.uint8)  # torch does not index 8-bit floats
+            raw[list(targets)] = raw[list(sources)]
 
     def _digests(self, plan: StepPlan) -> tuple[BlockDigest, ...]:
         return tuple(self._digest(block) for block in plan.digest_blocks)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from services.engine.forking import Forking
 from services.engine.parking import Parking
 from services.engine.progress import Progress
 from services.engine.rationing import Rationing
@@ -9,6 +10,10 @@ from services.engine.roster import Roster
 from services.engine.seq import Seq, SeqState
 from services.engine.seq_blocks import SeqBlocks
 from services.engine.types import Move
+from shared.ids import BlockId
+
+MAX_TOLD_ROWS = 128
+"""Rows of one seq and step if logprobs of its prompt are wanted, as all their logits are kept: 25 MB at 49k tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +35,14 @@ class Draft:
     tokens_left: int
     rows: dict[Seq, int] = field(default_factory=dict)
     restores: list[Move] = field(default_factory=list)
+    copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
     is_short: bool = False  # a plan ahead: somebody has a right to blocks that only preemption can give
 
     def give(self, seq: Seq) -> None:
         """As many rows as the seq wants and the budget has."""
         num_rows = min(seq.num_remaining, self.tokens_left)
+        if seq.prompt_logprobs is not None:
+            num_rows = min(num_rows, MAX_TOLD_ROWS)
         self.rows[seq] = num_rows
         self.tokens_left -= num_rows
 
@@ -52,10 +60,12 @@ class Seating:
         blocks: SeqBlocks,
         rationing: Rationing,
         parking: Parking,
+        forking: Forking,
         progress: Progress,
     ) -> None:
         self._limits, self._roster, self._blocks = limits, roster, blocks
         self._rationing, self._parking, self._progress = rationing, parking, progress
+        self._forking = forking
         self.preemptions = 0
         self.stalls = 0  # steps without a row for the eldest, because all blocks were out of reach
 
@@ -91,7 +101,7 @@ class Seating:
                 continue  # preempted just now
             if seq.num_remaining > 1:
                 chunks.append(seq)
-            elif self._has_slot(seq, draft, ahead):
+            elif self._has_slot(seq, draft, ahead) and (not seq.shares_tail or self._owns_tail(seq, draft, ahead)):
                 draft.give(seq)
         for seq in chunks:
             if not draft.tokens_left:
@@ -119,19 +129,36 @@ class Seating:
             self.preempt(victim)
         return True
 
+    def _owns_tail(self, seq: Seq, draft: Draft, ahead: bool) -> bool:
+        """Whether nobody else will see what the seq writes into its last block, if need be at the cost of seqs behind
+        it in rank, as in `_has_slot`. Not ahead: sources of copies are given back with the step that is over."""
+        draft.is_short = ahead
+        while not ahead:
+            copy = self._forking.own_tail(seq)
+            if not seq.shares_tail:
+                draft.copies += [copy] if copy else []
+                return True
+            victim = self._rationing.victim(seq)
+            if victim is None:
+                return False
+            self.preempt(victim)
+        return False
+
     def _admit(self, draft: Draft, ahead: bool) -> None:
         """Start waiting seqs in order until one does not fit."""
         roster = self._roster
         while roster.waiting and len(roster.running) < draft.seats and draft.tokens_left:
             seq = roster.waiting[0]
-            quote = self._blocks.quote(seq, len(seq.tokens) - 1)  # one row at least: its result is the next token
+            quote = self._blocks.quote(seq, seq.max_hit_tokens)
             victims = self._rationing.to_start(quote)
             if ahead and (victims or (victims is None and quote.within_credit)):
                 draft.is_short = True
             if ahead and seq.parked:  # parked by a step that may still fail
                 draft.is_short = victims is not None
-            if victims is None or draft.is_short or any(victim.parked for victim in victims):
-                return  # (a victim that is still parked was restored just now)
+            if victims is None or draft.is_short:
+                return
+            if victims and (draft.copies or any(victim.parked for victim in victims)):
+                return  # blocks that this very step fills cannot be parked by it
             for victim in victims:
                 draft.take_back(victim)
                 self.preempt(victim)

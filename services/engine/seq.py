@@ -20,7 +20,7 @@ from typing import Literal
 from services.engine.types import BayId, SeqSpec
 from shared.hashing import block_hash
 from shared.ids import BlockHash, BlockId
-from shared.messages import SamplingParams
+from shared.messages import SamplingParams, TokenLogprobs
 
 ARRIVALS_PER_LEVEL = 64
 
@@ -72,7 +72,7 @@ class Seq:
     credit: int  # blocks that it may have by right
     due: int = field(init=False)  # when its turn is, in arrivals
     rank: tuple[int, int] = field(init=False)  # whose turn it is: lower is served first, never preempted for higher
-    is_plain: bool = field(init=False)  # how to choose a token does not depend on the token before
+    is_plain_sampling: bool = field(init=False)  # how to choose a token does not depend on the token before
     tokens: list[int] = field(init=False)
     hashes: list[BlockHash] = field(init=False)  # of full blocks, extended on demand
     state: SeqState = SeqState.WAITING
@@ -92,15 +92,20 @@ class Seq:
     num_filled: int = 0  # leading full blocks that the pool knows to be full
     parked: tuple[BayId, ...] = ()  # where its KV waits in host memory, one bay a block
     num_parked: int = 0  # tokens whose KV is there
+    is_forked: bool = False  # its siblings have been made
+    shares_tail: bool = False  # other choices hold its partly filled last block too: it must not be written
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of tokens 1 and on, until they are told; None = not wanted
     _table: list[BlockId] = field(default_factory=list)
     _frozen_table: tuple[BlockId, ...] | None = None
 
     def __post_init__(self) -> None:
         self.due = self.arrival + self.spec.priority * ARRIVALS_PER_LEVEL
         self.rank = (self.due, self.arrival)
-        self.is_plain = is_plain(self.spec.sampling)
+        self.is_plain_sampling = is_plain(self.spec.sampling)
         self.tokens = list(self.spec.token_ids)
         self.hashes = list(self.spec.block_hashes)
+        if self.spec.sampling.prompt_logprobs is not None and not self.num_output:
+            self.prompt_logprobs = []
 
     @property
     def waiting_rank(self) -> tuple[int, int]:
@@ -111,6 +116,23 @@ class Seq:
     def num_remaining(self) -> int:
         """Rows that it wants before its next token can be sampled."""
         return len(self.tokens) + self.num_pending - self.num_planned
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its next row is known but for the token: nothing is done with that token first."""
+        return self.is_plain_sampling and (self.is_forked or not self.spec.siblings)
+
+    @property
+    def num_first_tokens(self) -> int:
+        """Tokens to choose from its last row: one for each choice, before they part."""
+        return 1 if self.is_forked else 1 + len(self.spec.siblings)
+
+    @property
+    def max_hit_tokens(self) -> int:
+        """Tokens that need not be computed if their KV is cached. The last one's row gives the next token; of a prompt
+        whose logprobs are wanted, every row gives one."""
+        last = len(self.tokens) - 1
+        return last if self.prompt_logprobs is None else min(last, len(self.prompt_logprobs))
 
     @property
     def num_output(self) -> int:
@@ -135,6 +157,32 @@ class Seq:
     def extend_table(self, blocks: Sequence[BlockId]) -> None:
         self._table.extend(blocks)
         self._frozen_table = None
+
+    def replace_block(self, index: int, block: BlockId) -> None:
+        """Another block in place of one that it shares with other choices."""
+        self._table[index] = block
+        self._frozen_table = None
+        if index < self.num_shared:
+            self.num_shared -= 1
+
+    def join(self, leader: "Seq", first_token: int, promised: int) -> None:
+        """Go on from the leader's prompt with a first token of its own. The caller counts the references."""
+        self.tokens.append(first_token)
+        self.hashes = list(leader.hashes)
+        self.num_computed = self.num_planned = self.high_water = leader.num_computed
+        self.num_filled = self.num_computed // self.block_size
+        self.num_cached_tokens = leader.num_cached_tokens
+        self.admitted = self.started = True
+        self.prompt_logprobs = None
+        self.promised = promised
+        self.extend_table(leader.table)
+        self.num_shared = self.table_len
+        self.shares_tail = self.num_computed % self.block_size != 0
+
+    def tell(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Logprobs of the prompt's tokens from `start + 1` on: what its rows from `start` on gave."""
+        assert self.prompt_logprobs is not None
+        self.prompt_logprobs[start:] = logprobs
 
     def clear_table(self) -> None:
         self._table.clear()

@@ -116,3 +116,4 @@ class SeqBlocks:
         seq.clear_table()
         seq.promised = seq.num_shared = seq.num_hit_blocks = seq.num_computed = seq.num_planned = 0
         seq.num_pending = seq.num_digested = seq.num_filled = 0
+        seq.shares_tail = False

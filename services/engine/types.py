@@ -26,6 +26,7 @@ class SeqSpec:
     block_hashes: tuple[BlockHash, ...]  # of full blocks of the client's prompt
     sampling: SamplingParams
     choice: int = 0
+    siblings: tuple[SeqId, ...] = ()  # further choices of the prompt, the next numbers: seqs that part from this one
     priority: int = 0  # lower is served first
     prefill_only: bool = False  # stop after one token; blocks stay pinned until `release`
     credit_blocks: int = 0  # blocks promised to it; 0 = takes what is free

@@ -4,19 +4,25 @@ from dataclasses import dataclass
 
 import torch
 
-from services.engine.checkpoint import Checkpoint
-from services.engine.model_spec import ModelSpec
-from shared.errors import ModelError
+from services.engine.checkpoint import Checkpoint, check_shape
+from services.engine.model_spec import tensor_shapes
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
+    """What is None the model does not have."""
+
     attn_norm: torch.Tensor  # [hidden]
     qkv: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
     o: torch.Tensor  # [hidden, heads * head_dim]
     mlp_norm: torch.Tensor  # [hidden]
     gate_up: torch.Tensor  # [2 * intermediate, hidden]
     down: torch.Tensor  # [hidden, intermediate]
+    qkv_bias: torch.Tensor | None = None  # [(heads + 2 * kv_heads) * head_dim]
+    q_norm: torch.Tensor | None = None  # [head_dim]
+    k_norm: torch.Tensor | None = None
+    attn_post_norm: torch.Tensor | None = None  # [hidden]
+    mlp_post_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,35 +39,44 @@ def load_weights(checkpoint: Checkpoint) -> ModelWeights:
     :raises ModelError: a tensor is missing, of an unknown type, or of another shape than the spec says.
     """
     spec = checkpoint.spec
-    embed = _read(checkpoint, "model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
-    tied = spec.tied_embeddings
-    lm_head = embed if tied else _read(checkpoint, "lm_head.weight", (spec.vocab_size, spec.hidden_size))
-    norm = _read(checkpoint, "model.norm.weight", (spec.hidden_size,))
-    return ModelWeights(embed, tuple(_load_layer(checkpoint, i, spec) for i in range(spec.num_layers)), norm, lm_head)
-
-
-def _load_layer(checkpoint: Checkpoint, layer: int, spec: ModelSpec) -> LayerWeights:
-    hidden, width = spec.hidden_size, spec.intermediate_size
-    q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-
-    def read(part: str, *shape: int) -> torch.Tensor:
-        return _read(checkpoint, f"model.layers.{layer}.{part}.weight", shape)
-
-    q, k, v = (
-        read(f"self_attn.{part}_proj", rows, hidden) for part, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows))
+    reader = _Reader(checkpoint)
+    embed = reader.read("embed")
+    return ModelWeights(
+        embed=embed,
+        layers=tuple(_load_layer(reader, f"layers.{i}.") for i in range(spec.num_layers)),
+        norm=reader.read("norm"),
+        lm_head=embed if spec.tied_embeddings else reader.read("head"),
     )
+
+
+class _Reader:
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self._shapes = checkpoint, tensor_shapes(checkpoint.spec)
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor = self._checkpoint.read(name)
+        check_shape(self._checkpoint.spec, self._checkpoint.label(name), tuple(tensor.shape), self._shapes[name])
+        return tensor.contiguous()
+
+    def maybe(self, name: str) -> torch.Tensor | None:
+        return self.read(name) if name in self._shapes else None
+
+    def joined(self, *names: str) -> torch.Tensor:
+        return torch.cat([self.read(name) for name in names])
+
+
+def _load_layer(reader: _Reader, at: str) -> LayerWeights:
+    biases = [reader.maybe(at + f"{part}_bias") for part in "qkv"]
     return LayerWeights(
-        attn_norm=read("input_layernorm", hidden),
-        qkv=torch.cat([q, k, v]),
-        o=read("self_attn.o_proj", hidden, q_rows),
-        mlp_norm=read("post_attention_layernorm", hidden),
-        gate_up=torch.cat([read("mlp.gate_proj", width, hidden), read("mlp.up_proj", width, hidden)]),
-        down=read("mlp.down_proj", hidden, width),
+        attn_norm=reader.read(at + "attn_norm"),
+        qkv=reader.joined(at + "q", at + "k", at + "v"),
+        o=reader.read(at + "o"),
+        mlp_norm=reader.read(at + "mlp_norm"),
+        gate_up=reader.joined(at + "gate", at + "up"),
+        down=reader.read(at + "down"),
+        qkv_bias=torch.cat([bias for bias in biases if bias is not None]) if biases[0] is not None else None,
+        q_norm=reader.maybe(at + "q_norm"),
+        k_norm=reader.maybe(at + "k_norm"),
+        attn_post_norm=reader.maybe(at + "attn_post_norm"),
+        mlp_post_norm=reader.maybe(at + "mlp_post_norm"),
     )
-
-
-def _read(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    tensor = checkpoint.read(name)
-    if tuple(tensor.shape) != shape:
-        raise ModelError(f"model {checkpoint.spec.name}: tensor {name} is {tuple(tensor.shape)}, expected {shape}")
-    return tensor.contiguous()

@@ -219,7 +219,7 @@ class Generation:
         assert choice.stream is not None
         self.lost = not choice.stream.ended_upstream or finished.reason == "cancelled"
         if not self.lost or not self._durable:
-            self.abandon("sibling failed")
+            self.abandon((finished.reason == "cancelled" and finished.error) or "sibling failed")
 
     def _close(self) -> None:
         for choice in self._choices:

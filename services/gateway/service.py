@@ -171,6 +171,7 @@ async def serve(process: Process) -> None:
     metrics.stats(ingress.counts, QUEUE_COUNTERS, part="submissions")
     lengths = stream_lengths(process)
     metrics.stats(lambda: lengths.lengths, part="stream_length")
+    metrics.stats(lambda: lengths.memory, part="redis")
     debug_app = internal_app(probes, app.state.streams, process)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(readiness.watch, process)

@@ -19,7 +19,7 @@ from shared.errors import BatonError, StreamGap
 from shared.ids import RequestId
 from shared.messages import EpochRaised, Finished, GatewayMsg, GenerateRequest, Tokens
 
-CANCEL_S = 2.0  # a cancel may take so long, shutdown included; the reaper sees to the rest
+CANCEL_S = 2.0  # a try to cancel may take so long, at shutdown too; should it fail then, the reaper sees to the rest
 RETRY_S = 0.5  # pause after the bus failed
 MAX_REPAIRS = 3  # of one gap, before the request fails
 MAX_PARKED = 4096  # events of one request kept while its gap is repaired
@@ -268,8 +268,13 @@ class Streams:
         return True
 
     async def _cancel(self, request_id: RequestId, reason: str) -> None:
-        with anyio.move_on_after(CANCEL_S, shield=True):
-            try:
-                await self._port.cancel(request_id, reason)
-            except BatonError as exc:
-                log.warning("cancel failed", request_id=request_id, error=str(exc))
+        """Until Redis has taken it: nobody else knows that the client is gone. At this gateway's end once more, and
+        not for long."""
+        while True:
+            with anyio.move_on_after(CANCEL_S, shield=True):
+                try:
+                    await self._port.cancel(request_id, reason)
+                    return
+                except BatonError as exc:
+                    log.warning("cancel failed", request_id=request_id, error=str(exc))
+            await self._clock.sleep(RETRY_S)

@@ -14,7 +14,7 @@ import structlog
 from services.scheduler.wakeup import wait_for
 from shared.bus import Bus, Delivery
 from shared.clock import Clock
-from shared.errors import BusError
+from shared.errors import BusError, BusFull
 from shared.ids import BlockCount, BlockHash, Incarnation
 from shared.keys import Keys
 from shared.lazy_reader import LazyReader
@@ -63,6 +63,12 @@ class PrefixHints:
                 queries.append(MatchQuery(query_id, self._incarnation, fingerprint, tuple(hashes)))
         if not queries or (self._silent and self._clock.now() - self._last_asked < PROBE_EVERY_S):
             return list(asked.answers)
+        if self._silent:  # a probe; one at most lies there, as an index that is gone takes none away
+            queries = queries[:1]
+            asked.open = {queries[0].query_id: asked.open[queries[0].query_id]}
+            if await self._bus.length(self._keys.index()):
+                self._last_asked = self._clock.now()
+                return list(asked.answers)
         self._last_asked = self._clock.now()
         self.num_asked += len(queries)
         self._round = asked
@@ -72,6 +78,8 @@ class PrefixHints:
                 self._silent = True
                 self.num_unanswered += len(asked.open)
                 log.warning("index.silent", timeout_s=self._timeout_s, questions=len(queries))
+        except BusFull:
+            log.warning("hints.unasked", why="redis is full")
         finally:
             self._round = None
         return list(asked.answers)

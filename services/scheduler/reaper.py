@@ -4,6 +4,7 @@ Nothing is reaped for one lease period after the start, after Redis could not be
 suspiciously long, or after Redis' clock was set: in such a time nobody could renew anything.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
@@ -15,7 +16,7 @@ from services.scheduler.wakeup import Wakeup
 from shared.bus import Bus
 from shared.clock import Clock
 from shared.config import LeaseConfig, SchedulerConfig
-from shared.errors import BusError
+from shared.errors import BusError, BusFull
 from shared.ids import Incarnation, RequestId
 from shared.keys import Keys
 from shared.messages import WorkerGone
@@ -99,8 +100,13 @@ class Reaper:
             await self._requeue(request_id, epoch, "its lease ran out")
 
     async def _compare_clocks(self) -> None:
-        """All deadlines are Redis' time: if that was set forward, the living look dead until they renew."""
+        """All deadlines are Redis' time: if that was set forward, the living look dead until they renew; if it was set
+        back, the dead look alive until it is as late again."""
         ahead = await self._requests.redis_now_ms() / 1000 - self._clock.now()
+        if self._ahead is None or ahead < self._ahead - self._lease.heartbeat_s:
+            num_pulled_in = await self._workers.pull_in_deadlines(self._lease.lease_s)
+            if num_pulled_in:
+                log.warning("reaper.deadlines_pulled_in", count=num_pulled_in)
         if self._ahead is not None and abs(ahead - self._ahead) > self._lease.heartbeat_s:
             self._be_quiet(f"redis' clock moved by {ahead - self._ahead:.1f} s")
         self._ahead = ahead
@@ -139,7 +145,8 @@ class Reaper:
         self._ledger.bury(incarnation)
         for request_id, epoch in held:
             await self._requeue(request_id, epoch, "its worker died", lost=incarnation)
-        await self._bus.publish(self._keys.kv(), WorkerGone(incarnation=incarnation))
+        with suppress(BusFull):  # the index looks at the list of workers itself now and then
+            await self._bus.publish(self._keys.kv(), WorkerGone(incarnation=incarnation))
         await self._workers.forget(incarnation)
         self._num_buried += 1
         self._dispatcher.refresh_wanted = True

@@ -6,6 +6,7 @@ if r[2] ~= ARGV[2] or r[3] ~= ARGV[3] then return 0 end
 if r[1] ~= 'dispatched' and r[1] ~= 'prefill' and r[1] ~= 'decode' then return 0 end
 if r[1] == 'decode' and ARGV[5] == 'prefill' then return 2 end
 local t = redis.call('TIME')
+redis.call('HDEL', KEYS[3], '')  -- frees first: see scripts.py
 redis.call('HSET', KEYS[1], 'st', ARGV[5], 'ho', ARGV[4])
 redis.call('ZADD', KEYS[2], t[1] * 1000 + math.floor(t[2] / 1000) + ARGV[6], ARGV[1])
 if ARGV[5] == 'decode' then redis.call('HDEL', KEYS[3], ARGV[1] .. '/' .. ARGV[2]) end

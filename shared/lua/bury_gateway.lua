@@ -4,5 +4,6 @@
 local deadline = redis.call('ZSCORE', KEYS[1], ARGV[1])
 local t = redis.call('TIME')
 if not deadline or tonumber(deadline) > t[1] * 1000 + math.floor(t[2] / 1000) then return false end
+redis.call('ZREM', KEYS[1], '')  -- frees first: see scripts.py
 redis.call('ZADD', KEYS[1], 0, ARGV[1])
 return redis.call('SMEMBERS', KEYS[2])

@@ -6,8 +6,8 @@ local r = redis.call('HMGET', KEYS[1], 'st', 'ep', 'at')
 if r[2] ~= ARGV[2] or r[3] ~= ARGV[3] then return 0 end
 if r[1] ~= 'dispatched' and r[1] ~= 'prefill' and r[1] ~= 'decode' then return 0 end
 local held = ARGV[1] .. '/' .. ARGV[2]
+redis.call('ZREM', KEYS[2], ARGV[1])  -- frees first: see scripts.py
 redis.call('XADD', KEYS[3], '*', 'm', ARGV[4])
-redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('SREM', KEYS[9], ARGV[1])
 local credit = redis.call('HGET', KEYS[7], held)
 if credit then redis.call('HINCRBY', KEYS[6], 'taken', -credit) end

@@ -12,10 +12,10 @@ local with_prefill = ARGV[8] ~= '-'
 if with_prefill and redis.call('HGET', KEYS[7], 'state') ~= 'up' then return 'worker_gone' end
 if tonumber(w[3]) + tonumber(ARGV[6]) > tonumber(w[2]) then return 'no_credit' end
 local held = ARGV[1] .. '/' .. ARGV[2]
+redis.call('ZREM', KEYS[2], ARGV[1])  -- frees first: see scripts.py
 redis.call('HINCRBY', KEYS[4], 'taken', ARGV[6])
 redis.call('HSET', KEYS[5], held, ARGV[6])
 redis.call('HSET', KEYS[1], 'st', 'dispatched', 'at', ARGV[3], 'term', ARGV[4], 'dw', ARGV[5], 'pw', ARGV[8], 'ho', '')
-redis.call('ZREM', KEYS[2], ARGV[1])
 if with_prefill then
   redis.call('HSET', KEYS[8], held, 0)
   redis.call('XADD', KEYS[9], '*', 'm', ARGV[9])

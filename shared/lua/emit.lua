@@ -2,6 +2,7 @@
 -- KEYS: tokens (req log)...     ARGV: (epoch attempt index packed_u32 item)...
 -- Per item: 1 = out, 0 = stale, -1 = gap (the log is shorter than index). Repeatable: what the log has is not sent again.
 local out, entry = {}, {}
+redis.call('XDEL', KEYS[1], '0-0')  -- frees first: see scripts.py
 for i = 1, (#KEYS - 1) / 2 do
   local req, log, a = KEYS[2 * i], KEYS[2 * i + 1], 5 * (i - 1)
   local r = redis.call('HMGET', req, 'ep', 'at', 'st')

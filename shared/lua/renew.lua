@@ -4,6 +4,7 @@
 local t = redis.call('TIME')
 local deadline = t[1] * 1000 + math.floor(t[2] / 1000) + ARGV[2]
 local out = {}
+redis.call('ZREM', KEYS[1], '')  -- frees first: see scripts.py
 for i = 2, #KEYS do
   local a = 3 * (i - 2) + 2
   local r = redis.call('HMGET', KEYS[i], 'ep', 'at', 'ho', 'st')

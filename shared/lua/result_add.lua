@@ -3,6 +3,7 @@
 -- 1 = out, 0 = another gateway has the submission, -1 = not where the last item ended. Repeatable: what is out is skipped.
 local s = redis.call('HMGET', KEYS[1], 'owner', 'state', 'total', 'seq')
 if s[1] ~= ARGV[1] or s[2] ~= 'open' then return 0 end
+redis.call('XDEL', KEYS[2], '0-0')  -- frees first: see scripts.py
 local total, seq = tonumber(s[3]), tonumber(s[4])
 for a = 4, #ARGV, 6 do
   local n, c = 'n:' .. ARGV[a], 'c:' .. ARGV[a]

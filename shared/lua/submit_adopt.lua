@@ -8,6 +8,7 @@ if s[1] ~= ARGV[1] or s[2] ~= 'open' then return 'lost' end
 local r = redis.call('HMGET', KEYS[2], 'st', 'ep', 'pw', 'dw', 'fin', 'nonce', 'gw')
 if not r[1] then return 'unknown' end
 if r[6] == ARGV[10] then return 'adopted' end
+redis.call('HDEL', KEYS[2], '')  -- frees first: see scripts.py
 if r[1] == 'done' then
   redis.call('HSET', KEYS[2], 'gw', ARGV[1], 'nonce', ARGV[10])
   redis.call('XADD', KEYS[5], '*', 'm', r[5])

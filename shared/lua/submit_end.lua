@@ -6,6 +6,8 @@ local s = redis.call('HMGET', KEYS[1], 'owner', 'state', 'total', 'seq')
 if s[1] ~= ARGV[1] then return 0 end
 if s[2] == 'done' then return 1 end
 local item = {'status', ARGV[6], ARGV[7], ARGV[8]}
+redis.call('XACK', KEYS[3], ARGV[2], ARGV[3])  -- frees first: see scripts.py
+redis.call('XDEL', KEYS[3], ARGV[3])
 redis.call('XADD', KEYS[2], s[3] .. '-' .. (s[4] + 1), unpack(item))
 if KEYS[5] then
   redis.call('XADD', KEYS[5], '*', 'id', ARGV[5], unpack(item))
@@ -17,6 +19,4 @@ end
 redis.call('HSET', KEYS[1], 'state', 'done')
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
 redis.call('PEXPIRE', KEYS[2], ARGV[4])
-redis.call('XACK', KEYS[3], ARGV[2], ARGV[3])
-redis.call('XDEL', KEYS[3], ARGV[3])
 return 1

@@ -6,6 +6,7 @@ gateway included. In the end every client has its answer, each token is the orac
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -43,6 +44,7 @@ class Report:
     plan: ChaosPlan
     findings: Findings
     kills: Counter[str] = field(default_factory=Counter)
+    freezes: Counter[str] = field(default_factory=Counter)
     own_deaths: Counter[str] = field(default_factory=Counter)  # processes that ended without being killed
     events: Counter[str] = field(default_factory=Counter)  # of all logs
     errors: list[str] = field(default_factory=list)  # logged by the services
@@ -61,6 +63,7 @@ class Report:
             "answered": f"{f.answered.total()} of {self.plan.num_requests} {dict(f.answered)}",
             "tokens": f"{f.tokens}, all the oracle's" if not f.faults else f.tokens,
             "kills": f"{self.kills.total()} {dict(self.kills)}",
+            "freezes": f"{self.freezes.total()} {dict(self.freezes)}",
             "ended by themselves": dict(self.own_deaths),
             "replies broken by their gateway's death and asked again": f.broken,
             "refusals, asked again": dict(f.refused),
@@ -103,6 +106,9 @@ class Chaos:
             await anyio.sleep(max(0.0, began + blow.at_s - time.monotonic()))
             if blow.victim != REDIS and not self._stack.is_running(blow.victim):
                 continue  # it ended by itself just now
+            if blow.freezes:
+                await self._freeze(blow.victim, blow.away_s)
+                continue
             self.report.kills[blow.victim] += 1
             self._away.add(blow.victim)
             if blow.victim == "gateway":
@@ -110,6 +116,14 @@ class Chaos:
             with anyio.CancelScope(shield=True):  # nobody is left dead when the traffic ends
                 await self._kill_and_start(blow.victim, blow.away_s)
             self._away.discard(blow.victim)
+
+    async def _freeze(self, victim: str, seconds: float) -> None:
+        """It wakes up fenced, and may find that it was buried."""
+        self.report.freezes[victim] += 1
+        self._stack.signal(victim, signal.SIGSTOP)
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(seconds)
+            self._stack.signal(victim, signal.SIGCONT)
 
     async def _kill_and_start(self, victim: str, away_s: float) -> None:
         server = self._stack.redis
@@ -183,10 +197,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120.0, help="over which they arrive")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--period", type=float, default=5.0, help="seconds between two kills")
+    parser.add_argument("--freeze", action="store_true", help="some are stopped for longer than the lease, not killed")
     parser.add_argument("--max-tokens", type=int, default=320)
     parser.add_argument("--model", choices=("tiny", "default"), default="tiny")
     args = parser.parse_args()
-    plan = ChaosPlan(args.seed, args.requests, args.seconds, args.period, max_tokens=args.max_tokens)
+    plan = ChaosPlan(args.seed, args.requests, args.seconds, args.period, 2, args.max_tokens, args.freeze)
     if args.model == "default":
         path, blocks = resolve(""), 0
     else:

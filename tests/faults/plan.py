@@ -28,11 +28,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Blow:
-    """One SIGKILL, and how long the victim stays away."""
+    """One SIGKILL, or a SIGSTOP for longer than the lease, and how long the victim stays away."""
 
     at_s: float
     victim: str
     away_s: float
+    freezes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,13 @@ class ChaosPlan:
     period_s: float = 5.0
     redis_dies_at: int = 2  # the number of the blow (from 0) that hits Redis; the only one that does
     max_tokens: int = 320
+    freeze: bool = False  # every third blow is a SIGSTOP, but for the gateway and Redis, whose clients would wait
 
     def asks(self) -> list[Ask]:
         """In order of arrival."""
         draw = random.Random(f"asks {self.seed}")
         prompts = [
-            f"{draw.choice(PREFIXES)}{i} and {draw.randrange(10**6)}" for i in range(12 + self.num_requests // 8)
+            f"{draw.choice(PREFIXES)}{i} and {draw.randrange(10**6)}" for i in range(12 + self.num_requests // 16)
         ]
         return [
             Ask(
@@ -80,4 +82,7 @@ class ChaosPlan:
                 bag = bag or draw.sample(services, len(services))
                 victim = bag.pop()
             number += 1
-            yield Blow(number * self.period_s, victim, draw.uniform(0.05, 0.4 * self.period_s))
+            if self.freeze and number % 3 == 0 and victim not in (REDIS, "gateway"):
+                yield Blow(number * self.period_s, victim, draw.uniform(4.5, 7.0), freezes=True)
+            else:
+                yield Blow(number * self.period_s, victim, draw.uniform(0.05, 0.4 * self.period_s))

@@ -116,6 +116,10 @@ class Stack:
     def stop(self, name: str, timeout_s: float = 40.0) -> int:
         """SIGTERM; the exit code after the drain."""
         self.signal(name, signal.SIGTERM)
+        return self.wait(name, timeout_s)
+
+    def wait(self, name: str, timeout_s: float = 40.0) -> int:
+        """The exit code, once it has ended."""
         return self._processes[name].wait(timeout_s)
 
     def close(self) -> None:

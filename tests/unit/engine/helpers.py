@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 from services.engine.block_pool import BlockPool
 from services.engine.fake_runner import FakeRunner, fake_answer, next_state
@@ -27,16 +28,20 @@ def make_spec(
     priority: int = 0,
     prefill_only: bool = False,
     choice: int = 0,
+    choices: int = 1,
+    **params: Any,
 ) -> SeqSpec:
-    """A seq over `prompt`; `sent`: how many of its output tokens the client has already."""
+    """A seq over `prompt`; `sent`: how many of its output tokens the client has already. Its siblings are called
+    `<name>.1` and on."""
     return SeqSpec(
         seq_id=SeqId(name),
         token_ids=(*prompt, *fake_answer(prompt, sent, choice=choice)),
         num_prompt_tokens=len(prompt),
         root_hash=ROOT,
         block_hashes=block_hashes(ROOT, prompt, BLOCK),
-        sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=stop),
+        sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=stop, **params),
         choice=choice,
+        siblings=tuple(SeqId(f"{name}.{i}") for i in range(1, choices)),
         priority=priority,
         prefill_only=prefill_only,
         credit_blocks=credit,

@@ -8,7 +8,7 @@ import torch
 
 from services.engine import pack_file
 from services.engine.checkpoint import open_checkpoint
-from services.engine.model import LlamaModel
+from services.engine.model import PlainModel
 from services.engine.model_spec import WeightDtype
 from services.engine.pack_file import load_packed, pack_path
 from services.engine.packed_model import PackedModel
@@ -62,7 +62,7 @@ ALL_Q4_0 = {f"blk.0.{part}": Q.Q4_0 for part in ("attn_q", "attn_k", "attn_v", "
 def test_the_packed_model_computes_what_the_plain_one_does(tmp_path: Path, types, dtype: WeightDtype, simd: bool):
     """Whatever the tensors' types: float32 exactly, 8-bit activations nearly."""
     checkpoint = open_checkpoint(write_gguf(tmp_path / "model.gguf", types=types))
-    plain = LlamaModel(checkpoint.spec, load_weights(checkpoint))
+    plain = PlainModel(checkpoint.spec, load_weights(checkpoint))
     plan = plan_pack(checkpoint, dtype)
     packed = PackedModel(checkpoint.spec, plan, load_packed(checkpoint, dtype, str(tmp_path)), simd=simd)
     tokens = tuple(range(3, 37))

@@ -194,25 +194,36 @@ def test_fingerprint_tells_pools_apart(model: Model):
     seen = {
         pool_fingerprint(model.spec, kv_spec(model.spec, size, kv_dtype), dtype)
         for size in (8, 16)
-        for kv_dtype in ("float32", "float16", "bfloat16")
+        for kv_dtype in ("float32", "float16", "bfloat16", "int8", "fp8")
         for dtype in ("auto", "float32")
     }
-    assert len(seen) == 12
+    assert len(seen) == 20
     assert all(text.startswith(model.spec.digest) for text in seen)
 
 
 def test_a_block_has_room_for_scales():
     """Scales are counted per token, head, and key or value."""
     assert LayerKV(3, 64, "float16").token_bytes == 2 * 3 * 128
-    assert LayerKV(3, 64, "float16", scale_bytes=4).token_bytes == 2 * 3 * 132
+    assert LayerKV(3, 64, "int8").token_bytes == LayerKV(3, 64, "fp8").token_bytes == 2 * 3 * (64 + 4)
+
+
+@pytest.mark.parametrize(("kv_dtype", "row_bytes"), [("float16", 32), ("bfloat16", 32), ("int8", 20), ("fp8", 20)])
+def test_narrow_pools_are_smaller(model: Model, kv_dtype, row_bytes: int):
+    """By what a row of 16 numbers, and its scale, take; and a block can be copied."""
+    runner, region = make(model, kv_dtype=kv_dtype)
+    full, _ = make(model)
+    assert runner.block_bytes * 64 == full.block_bytes * row_bytes
+    runner.run(step(item(PROMPT, 0, blocks(0, 1, 2)), copies=((BlockId(0), BlockId(5)),)))
+    runner.run(step(copies=((BlockId(0), BlockId(5)),)))
+    size = runner.block_bytes
+    assert region[:size] == region[5 * size : 6 * size] != region[size : 2 * size]
 
 
 @pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
-def test_sixteen_bit_pools_are_half_as_large(model: Model, kv_dtype):
-    """And the greedy token of a clear case stays the same."""
+def test_sixteen_bits_keep_a_clear_token(model: Model, kv_dtype):
+    """The greedy token is that of the float32 pool."""
     runner, _ = make(model, kv_dtype=kv_dtype)
     full, _ = make(model)
-    assert runner.block_bytes * 2 == full.block_bytes
     plan = step(item(PROMPT, 0, blocks(0, 1, 2)))
     assert runner.run(plan).sampled == full.run(plan).sampled
 

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -293,6 +294,25 @@ async def test_a_failure_in_mid_stream_is_an_error_event_and_no_done(gateway: Ga
     assert "[DONE]" not in response.text
     assert "secret" not in response.text
     assert gateway.observer.of("finished")[0].reason == "error"
+
+
+@pytest.mark.parametrize("why", ["shutting_down", "queue_timeout"])
+async def test_what_the_server_does_not_go_on_with_says_why(gateway: Gateway, why: str):
+    """In mid-stream as an `error` event, and the work upstream is cancelled."""
+    said = gateway.ids("one")
+    gateway.port.script = lambda request: [Tokens(request.request_id, 1, 0, 0, tuple(said))]
+    async with gateway.client() as client, anyio.create_task_group() as tasks:
+
+        async def refuse() -> None:
+            await gateway.port.admit_seen.wait()
+            await anyio.wait_all_tasks_blocked()
+            gateway.app.state.streams.refuse_all(why)
+
+        tasks.start_soon(refuse)
+        response = await client.post(COMPLETIONS, json={"prompt": "x", "stream": True})
+    assert f'"code":"{why}"' in response.text
+    assert "[DONE]" not in response.text
+    assert [reason for _, reason in gateway.port.cancelled] == [why]
 
 
 async def test_one_failed_prompt_fails_the_response_and_cancels_the_others(gateway: Gateway):

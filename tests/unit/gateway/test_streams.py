@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.mailbox import Item, Mailbox
-from services.gateway.streams import MAX_PARKED, RequestStream, Streams
+from services.gateway.streams import MAX_PARKED, RETRY_S, RequestStream, Streams
 from shared.clock import ManualClock
 from shared.errors import BusError, StreamGap
 from shared.ids import RequestId
@@ -302,3 +302,20 @@ async def test_a_reader_that_keeps_up_gets_every_event_apart():
     assert [item.token_ids for item in await mailbox.take()] == [[1], [2]]
     mailbox.put(0, [3])
     assert [item.token_ids for item in await mailbox.take()] == [[3]]
+
+
+async def test_a_cancel_that_redis_does_not_take_is_tried_until_it_does():
+    """A client that leaves while Redis is away: its work must not run to the end."""
+    port = FakePort()
+    async with running(port) as (streams, clock, _observer):
+        stream = streams.open(R, 0, Mailbox(), 0.0)
+        port.broken = True
+        streams.close(stream, cancel="gone")
+        for _ in range(3):
+            await settle()
+            assert port.cancelled == []
+            clock.advance(RETRY_S)
+        port.broken = False
+        clock.advance(RETRY_S)
+        await settle()
+        assert port.cancelled == [("r", "gone")]

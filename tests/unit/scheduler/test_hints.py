@@ -76,6 +76,12 @@ async def test_a_silent_index_delays_once_and_then_not_at_all(cell: Cell, desk: 
         assert cell.order == ["a", "b", "c"]
         assert hints.num_asked == 1
         clock.advance(1.0)
+        await cell.admit(request_of("early"))
+        await desk.step()
+        assert hints.num_asked == 1, "the first question still lies there: another one would only fill Redis"
+        questions = cell.bus.reader(cell.keys.index())
+        await questions.ack(await questions.next())  # an index takes it, and does not answer
+        clock.advance(1.0)
         await cell.admit(request_of("probe"))
         await desk.step()
         assert hints.num_asked == 2

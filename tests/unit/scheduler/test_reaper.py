@@ -175,3 +175,15 @@ async def test_a_jump_of_redis_clock_kills_nobody(cell: Cell, desk: Desk, clock:
     clock.advance(LEASE_S)
     await desk.scheduler.reaper.look()
     assert cell.calls["requeue"] == 1, "who has not renewed by then is lost"
+
+
+async def test_deadlines_are_pulled_in_when_redis_clock_goes_back(cell: Cell, desk: Desk, clock: ManualClock) -> None:
+    """And at the start, as it may have gone back before; not while it only runs on."""
+    for _ in range(3):
+        clock.advance(LEASE_S)
+        await desk.scheduler.reaper.look()
+    assert cell.calls["pull_in_deadlines"] == 1
+    cell.time_jump_s = -3600.0
+    await desk.scheduler.reaper.look()
+    await desk.scheduler.reaper.look()
+    assert cell.calls["pull_in_deadlines"] == 2

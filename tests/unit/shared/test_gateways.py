@@ -96,3 +96,19 @@ async def test_a_cancelled_request_leaves_the_prefill_workers_list(cell: Cell) -
     await cell.leases.cancel(R, "gone")
     assert await cell.roster.held(P) == []
     assert await cell.roster.held(D) == [(R, 1)], "until decode has dropped its blocks"
+
+
+async def test_a_deadline_of_a_later_clock_is_pulled_in(cell: Cell) -> None:
+    """Redis' clock went back by an hour: nobody stays alive for so long; deadlines of now stay as they are."""
+    fence = await dispatched(cell)
+    await cell.leases.accept(fence, P, "prefill", 5)
+    client, keys = cell.link.client, cell.keys
+    assert await cell.roster.pull_in_deadlines(5) == 0
+    now_ms = await cell.leases.redis_now_ms()
+    for key, member in ((keys.workers(), D), (keys.gateways(), GW), (keys.leases(), R)):
+        await client.zincrby(key, 3_600_000, member)
+    before = await client.zscore(keys.workers(), P)
+    assert await cell.roster.pull_in_deadlines(5) == 3
+    for key, member in ((keys.workers(), D), (keys.gateways(), GW), (keys.leases(), R)):
+        assert now_ms < await client.zscore(key, member) < now_ms + 600_000
+    assert await client.zscore(keys.workers(), P) == before

@@ -256,3 +256,12 @@ async def test_the_deployment_key_is_made_once(cell: Cell) -> None:
     other = Leases(cell.link, cell.keys, SeededRandomness(2))
     assert len(first) == 32
     assert await other.deployment_key() == first
+
+
+async def test_a_step_of_any_size_is_emitted(cell: Cell) -> None:
+    """More items than Lua unpacks at once: all go out, in order."""
+    await dispatched(cell)
+    items = [(Tokens(R, 1, 0, i, (i,)), A1) for i in range(5000)]
+    assert await cell.leases.emit(GW, items) == [True] * 5000
+    assert await cell.leases.token_log(R) == tuple(range(5000))
+    assert await cell.seen(cell.keys.tokens(GW)) == [tokens for tokens, _ in items]

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import anyio
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
@@ -56,4 +57,24 @@ async def test_a_broken_pipeline_is_sent_again_whole(redis_url: str) -> None:
     link.client = second = Breaking(real)
     assert [admitted.request_id for admitted in await leases.queued()] == ["r"]
     assert (first.num_pipelines, second.num_pipelines) == (2, 2)
+    await link.close()
+
+
+@pytest.mark.parametrize("how", ["read-only", "no disk"])
+async def test_a_redis_that_cannot_write_is_away(redis_url: str, how: str) -> None:
+    """A replica since a moment ago, or one whose disk is full: what is said to it waits, in a script and outside."""
+    link = RedisLink(RedisConfig(url=redis_url, retry_s=30.0), SystemClock())
+    roster, admin = Roster(link, KEYS, 1.0), RedisLink(RedisConfig(url=redis_url), SystemClock()).client
+    if how == "read-only":
+        await admin.replicaof("127.0.0.1", 1)
+    else:
+        await admin.config_set("min-replicas-to-write", 1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(roster.register, registration(Incarnation("d"), "decode"))
+        while not link.is_down:
+            await anyio.lowlevel.checkpoint()
+        await (admin.replicaof("NO", "ONE") if how == "read-only" else admin.config_set("min-replicas-to-write", 0))
+    assert not link.is_down
+    assert await roster.heartbeat(Incarnation("d"))
+    await admin.aclose()
     await link.close()
