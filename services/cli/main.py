@@ -42,6 +42,10 @@ def up(
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in one step, at most.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens in one step, at most.")] = None,
     transport: Annotated[str | None, typer.Option(help="How blocks travel: shm, tcp or shm,tcp.")] = None,
+    memory_fraction: Annotated[
+        float | None, typer.Option(help="Part of the free memory for all workers together (default 0.5).")
+    ] = None,
+    memory_limit: Annotated[str | None, typer.Option(help="Memory for all workers together, e.g. 4GiB.")] = None,
 ) -> None:
     """Start Redis and all services, and keep them alive. Ctrl-C drains and stops."""
     options = UpOptions(
@@ -57,6 +61,8 @@ def up(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         transport=transport,
+        memory_fraction=memory_fraction,
+        memory_limit=memory_limit,
     )
     _up(options)
 

@@ -40,7 +40,9 @@ async def serve(process: Process) -> None:
     metrics.stats(engine.stats, ENGINE_COUNTERS, part="engine")
     metrics.stats(reader.stats, READER_COUNTERS, part="transfer")
     registered = anyio.Event()
-    probes = Probes(stalled(engine, clock, settings.lease.lease_s), lambda: (registered.is_set(), {}), metrics)
+    probes = Probes(
+        stalled(engine, clock, settings.lease.lease_s), lambda: (registered.is_set(), host.facts()), metrics
+    )
     async with anyio.create_task_group() as tasks:
         port = await tasks.start(serve_http, where.host, where.health_port, probes)
         await tasks.start(reader.serve)
@@ -51,6 +53,7 @@ async def serve(process: Process) -> None:
         tasks.start_soon(link.renew)
         await tasks.start(link.beat)
         registered.set()
+        tasks.start_soon(region.populate, settings.engine.prefault_bytes, ThreadOffload(1))
         await process.stopping.wait()
         await link.drain(worker.idle, DRAIN_S)
         tasks.cancel_scope.cancel()

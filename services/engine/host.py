@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import structlog
 
 from services.engine.block_pool import BlockPool
@@ -77,21 +78,25 @@ class EngineHost:
     settings: Settings
     model: ModelPlan
     num_blocks: int
+    num_bays: int  # blocks that can be parked in host memory
     max_model_len: int
 
     @classmethod
-    def open(cls, settings: Settings) -> "EngineHost":
+    def open(cls, settings: Settings, *, parks: bool = True) -> "EngineHost":
         """Pin the process, read the model's header, size the pool.
 
+        :param parks: whether seqs can be preempted here.
         :raises ConfigError: cores, memory or lengths that cannot be.
         :raises ModelError: the model is missing or unknown.
         """
+        if not parks:
+            settings = msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, park_bytes=0))
         pin(parse_cores(settings.worker.cores))
         configure_threads(settings.worker.num_threads)
         plan = open_model(settings.model, settings.engine)
-        num_blocks = plan.num_blocks(settings.engine, settings.engine.free_bytes or free_memory_bytes())
-        max_model_len = min(plan.max_model_len, num_blocks * settings.engine.block_size)
-        return cls(settings, plan, num_blocks, max_model_len)
+        pool = plan.pool(settings.engine, settings.engine.free_bytes or free_memory_bytes())
+        max_model_len = min(plan.max_model_len, pool.num_blocks * settings.engine.block_size)
+        return cls(settings, plan, pool.num_blocks, pool.num_bays, max_model_len)
 
     @property
     def block_bytes(self) -> int:
@@ -115,12 +120,7 @@ class EngineHost:
             model=self.model.spec.name,
             dtype=self.model.dtype,
             kv_dtype=self.model.kv_dtype,
-            weights_mib=self.model.weight_bytes >> 20,
-            blocks=self.num_blocks,
-            kv_mib=self.num_blocks * self.block_bytes >> 20,
-            context_tokens=self.num_blocks * cfg.block_size,
-            seqs_at_2k=self.num_blocks * cfg.block_size // 2048,
-            max_model_len=self.max_model_len,
+            **self.facts(),
             seconds=round(clock.now() - started, 2),
         )
         return engine
@@ -134,10 +134,19 @@ class EngineHost:
             look_ahead=cfg.look_ahead,
         )
 
-    @property
-    def num_bays(self) -> int:
-        """Blocks that can be parked in host memory."""
-        return self.settings.engine.park_bytes // self.block_bytes
+    def facts(self) -> dict[str, object]:
+        """What the worker has room for: for its log, its probe and `baton up`."""
+        num_tokens = self.num_blocks * self.settings.engine.block_size
+        return {
+            "weights_mib": self.model.weight_bytes >> 20,
+            "weights_shared": self.model.shares_weights,
+            "blocks": self.num_blocks,
+            "kv_mib": self.num_blocks * self.block_bytes >> 20,
+            "park_mib": self.num_bays * self.block_bytes >> 20,
+            "context_tokens": num_tokens,
+            "seqs_at_2k": num_tokens // 2048,
+            "max_model_len": self.max_model_len,
+        }
 
     def _load(self, buffer: memoryview, costs: CostModel, clock: Clock) -> ModelRunner:
         cfg = self.settings
