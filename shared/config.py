@@ -47,6 +47,8 @@ class GatewayConfig(Section, frozen=True):
     max_queued: int = 512  # requests waiting for dispatch; beyond: 429
     queue_timeout_s: float = 300.0  # an HTTP request that waits longer for dispatch gets 503
     max_body_bytes: int = 8 << 20
+    max_grammar_bytes: int = 64 << 10  # of a JSON schema or grammar
+    grammar_timeout_s: float = 2.0  # a grammar that takes longer to compile is refused
     default_max_tokens: int = 256  # chat completions that name none
     prefix_salt: str = ""  # scopes prefix sharing to deployments of the same salt
     client_stall_s: float = 30.0  # an HTTP client that reads nothing for so long is cancelled
@@ -221,6 +223,8 @@ def _check(s: Settings) -> None:
         "lease.heartbeat_s": s.lease.heartbeat_s,
         "gateway.max_queued": s.gateway.max_queued,
         "gateway.default_max_tokens": s.gateway.default_max_tokens,
+        "gateway.max_grammar_bytes": s.gateway.max_grammar_bytes,
+        "gateway.grammar_timeout_s": s.gateway.grammar_timeout_s,
         "gateway.client_stall_s": s.gateway.client_stall_s,
         "gateway.queue_timeout_s": s.gateway.queue_timeout_s,
         "gateway.max_submissions": s.gateway.max_submissions,

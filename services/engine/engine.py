@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import anyio
 import structlog
 
+from services.engine.grammars import Grammars
 from services.engine.last_tokens import StepLost
 from services.engine.planner import Planner
 from services.engine.progress import check_result
@@ -29,7 +30,7 @@ from services.engine.types import (
 from shared.clock import Clock
 from shared.cost import CostModel, StepShape
 from shared.ids import BlockHash
-from shared.messages import FirstToken, Removed, Stored
+from shared.messages import FirstToken, Removed, SamplingParams, Stored
 from shared.offload import Lane, Ticket
 
 log = structlog.get_logger(__name__)
@@ -76,13 +77,20 @@ class Engine:
     """One KV pool, one runner, steps one after the other. Knows no request and no other worker."""
 
     def __init__(
-        self, planner: Planner, runner: Runner, lane: Lane, clock: Clock, costs: CostModel | None = None
+        self,
+        planner: Planner,
+        runner: Runner,
+        lane: Lane,
+        clock: Clock,
+        costs: CostModel | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """:param costs: as calibrated; refined by each step."""
+        """:param costs: as calibrated; refined by each step. :param grammars: the runner's; None where it has none."""
         self._planner = planner
         self._runner = runner
         self._lane = lane
         self._clock = clock
+        self._grammars = grammars
         self._stepping = False
         self._flights: deque[_Flight] = deque()
         self._began = clock.now()  # when the eldest flight began, as far as is known here
@@ -130,6 +138,14 @@ class Engine:
     @property
     def block_size(self) -> int:
         return self._planner.block_size
+
+    async def prepare(self, sampling: SamplingParams) -> None:
+        """What a seq of these parameters needs, before it is added or lands: its grammar compiled, off the event loop.
+
+        :raises GrammarError: it cannot be compiled here.
+        """
+        if sampling.grammar and self._grammars is not None:
+            await self._grammars.prepare(sampling.grammar)
 
     def add(self, spec: SeqSpec) -> None:
         """See `Planner.add`."""

@@ -11,6 +11,7 @@ import structlog
 from services.engine.block_pool import BlockPool
 from services.engine.calibration import calibrate, worth_parking
 from services.engine.engine import Engine
+from services.engine.grammars import Grammars
 from services.engine.load import ModelPlan, open_model
 from services.engine.parking import Parking
 from services.engine.planner import Planner, PlannerLimits
@@ -19,13 +20,17 @@ from shared.clock import Clock
 from shared.config import EngineConfig, Settings
 from shared.cost import CostModel
 from shared.errors import ConfigError
+from shared.grammar import Vocabulary
 from shared.host_memory import free_memory_bytes
 from shared.ids import Incarnation, WorkerId
 from shared.messages import PROTOCOL_VERSION, Endpoint, Registration, Role
 from shared.model_path import model_name, resolve
-from shared.offload import Lane
+from shared.offload import Lane, ThreadOffload
+from shared.tokenizer import load_tokenizer
 
 log = structlog.get_logger(__name__)
+MAX_PLACES_PER_SEQ = 4
+"""Places in grammars kept between steps: of the seqs in the batch, and of some that were preempted."""
 ENGINE_COUNTERS = (
     "preemptions",
     "prompt_tokens_computed",
@@ -111,10 +116,11 @@ class EngineHost:
         started = clock.now()
         cfg = self.settings.engine
         costs = CostModel()
-        runner = await lane.run(self._load, buffer, costs, clock)
+        grammars = Grammars(self._vocabulary, ThreadOffload(1), MAX_PLACES_PER_SEQ * cfg.max_num_seqs)
+        runner = await lane.run(self._load, buffer, costs, clock, grammars)
         pool = BlockPool(self.num_blocks, cfg.block_size)
         parking = Parking(self.num_bays, partial(worth_parking, costs, self.block_bytes))
-        engine = Engine(Planner(pool, self._limits(cfg), parking), runner, lane, clock, costs)
+        engine = Engine(Planner(pool, self._limits(cfg), parking), runner, lane, clock, costs, grammars)
         log.info(
             "engine.ready",
             model=self.model.spec.name,
@@ -148,7 +154,10 @@ class EngineHost:
             "max_model_len": self.max_model_len,
         }
 
-    def _load(self, buffer: memoryview, costs: CostModel, clock: Clock) -> ModelRunner:
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(load_tokenizer(resolve(self.settings.model.path)), self.model.spec.vocab_size)
+
+    def _load(self, buffer: memoryview, costs: CostModel, clock: Clock, grammars: Grammars) -> ModelRunner:
         cfg = self.settings
         runner = ModelRunner(
             self.model.load(),
@@ -158,6 +167,7 @@ class EngineHost:
             kv_dtype=self.model.kv_dtype,
             num_threads=cfg.worker.num_threads,
             num_bays=self.num_bays,
+            grammars=grammars,
         )
         calibrate(runner, costs, clock, min(cfg.engine.max_num_batched_tokens, self.max_model_len - 1))
         return runner

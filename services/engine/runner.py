@@ -8,6 +8,7 @@ import torch
 
 from kernels.kv_rows import row_items
 from services.engine.choosing import choose
+from services.engine.grammars import Grammars
 from services.engine.last_tokens import LastTokens
 from services.engine.model import Model
 from services.engine.model_spec import KVDtype, ModelSpec, kv_spec
@@ -60,6 +61,7 @@ class ModelRunner:
         kv_dtype: KVDtype = "float32",
         num_threads: int = 1,
         num_bays: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         """:param region: writable, contiguous, `num_blocks * block_bytes` long. Kept until `close`.
         :param num_bays: room in host memory for so many parked blocks.
@@ -69,7 +71,8 @@ class ModelRunner:
         self.num_blocks, self.block_size = num_blocks, block_size
         assert not region.readonly, "the region must be writable"
         assert region.nbytes == num_blocks * self.block_bytes, "the region must hold exactly num_blocks blocks"
-        self._model, self._num_threads, self.num_bays = model, num_threads, num_bays
+        self._model, self._num_threads = model, num_threads
+        self._grammars, self.num_bays = grammars, num_bays
         self._last = LastTokens()
         self._bays = np.frombuffer(mmap.mmap(-1, max(1, num_bays * self.block_bytes)), np.uint8)[
             : num_bays * self.block_bytes
@@ -100,7 +103,7 @@ class ModelRunner:
         if plan.items:
             batch = build_batch(plan.items, self.block_size, pending)
             logits = self._model.forward(batch, self._pool, self._num_threads)
-            result = choose(plan.items, logits, self._digests(plan), self._num_threads)
+            result = choose(plan.items, logits, self._digests(plan), self._num_threads, self._grammars)
         else:
             result = StepResult((), self._digests(plan))
         self._last.put(plan, result.sampled)

@@ -58,7 +58,10 @@ def ends_with(
 
 
 def is_plain(sampling: SamplingParams) -> bool:
-    """Whether the next token can be chosen before this host has seen the last one: no penalty looks at it."""
+    """Whether the next token can be chosen before this host has seen the last one: no penalty and no grammar looks at
+    it."""
+    if sampling.grammar:
+        return False
     return not sampling.presence_penalty and not sampling.frequency_penalty and sampling.repetition_penalty == 1.0
 
 

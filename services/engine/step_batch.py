@@ -49,7 +49,8 @@ def build_batch(items: Sequence[PlanItem], block_size: int, pending: Mapping[Seq
     tokens = np.fromiter(chain.from_iterable(item.token_ids for item in items), np.int32, total)
     rows = np.flatnonzero(tokens == PENDING)
     if len(rows):
-        tokens[rows] = [pending[items[seq].seq_id] for seq in seq_of_row[rows].tolist()]
+        # (0 for a seq that failed in the step before: it is over, its row is thrown away)
+        tokens[rows] = [pending.get(items[seq].seq_id, 0) for seq in seq_of_row[rows].tolist()]
     return StepBatch(
         token_ids=tokens,
         positions=positions,

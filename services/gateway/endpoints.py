@@ -17,6 +17,7 @@ from services.gateway.errors import ApiError, bad_field, error_response, interna
 from services.gateway.fields import Fields
 from services.gateway.gate import Caller, caller_of
 from services.gateway.generation import Generation, Services
+from services.gateway.grammar_check import GrammarChecker
 from services.gateway.params import Params, check_model, read_params
 from services.gateway.prepare import Limits, Preparer, PromptTokens, live_limits
 from services.gateway.prompts import read_messages, read_prompts
@@ -52,6 +53,7 @@ class Parts:
     config: GatewayConfig
     offload: Offload
     randomness: Randomness
+    grammars: GrammarChecker
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,8 @@ class Endpoint(ABC):
         preparer = parts.preparer.for_tenant(tenant)
         prompts = await self._prompts(fields, limits, preparer)
         default = self._default_max_tokens()
-        requests = preparer.requests(response_id, prompts, params, limits, default, randomness)
+        grammar = "" if params.grammar is None else await parts.grammars.check(params.grammar)
+        requests = preparer.requests(response_id, prompts, params, limits, default, randomness, grammar)
         created = int(parts.services.clock.wall())
         return Prepared(requests, params, self.wire(response_id, created, parts.model_name, params.include_usage))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from services.gateway.errors import ApiError, bad_field
 from services.gateway.fields import Fields, checked_text
+from services.gateway.structured import GrammarAsk, read_grammar
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -47,11 +48,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
             "audio",
             "prediction",
             "chat_template",
-            "structured_outputs",
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
-            "guided_grammar",
             "json_schema",
             "grammar",
             "web_search_options",
@@ -69,7 +65,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -91,6 +86,7 @@ class Params:
     ignore_eos: bool
     stream: bool
     include_usage: bool
+    grammar: GrammarAsk | None = None
 
 
 def refuse_unsupported(fields: Fields) -> None:
@@ -126,6 +122,7 @@ def read_params(fields: Fields) -> Params:
         ignore_eos=fields.boolean("ignore_eos"),
         stream=stream,
         include_usage=_include_usage(fields, stream),
+        grammar=read_grammar(fields),
     )
 
 

@@ -97,9 +97,11 @@ class Preparer:
         limits: Limits,
         default_max_tokens: int,
         randomness: Randomness | None = None,
+        grammar: str = "",
     ) -> list[GenerateRequest]:
         """One request for each prompt. `name` is the response's id.
 
+        :param grammar: as `GrammarChecker.check` gave it.
         :param randomness: where seeds come from that the client left out; None: anywhere.
         :raises ApiError: 400, prompt and `max_tokens` do not fit together.
         """
@@ -122,6 +124,7 @@ class Preparer:
                         top_k=params.top_k,
                         seed=seed,
                         stop_token_ids=ends,
+                        grammar=grammar,
                     ),
                 )
             )
