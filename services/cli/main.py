@@ -8,7 +8,7 @@ import anyio
 import typer
 from rich.console import Console
 
-from services.cli import queue
+from services.cli import bench, keys, queue
 from services.cli.errors import CommandError
 from services.cli.options import UpOptions
 from shared.clock import SystemClock
@@ -24,6 +24,8 @@ app = typer.Typer(
 )
 Port = Annotated[int, typer.Option(help="The stack's port.", min=1, max=65535)]
 app.add_typer(queue.app)
+app.add_typer(keys.app)
+app.add_typer(bench.app)
 
 
 @app.command()
@@ -46,6 +48,8 @@ def up(
         float | None, typer.Option(help="Part of the free memory for all workers together (default 0.5).")
     ] = None,
     memory_limit: Annotated[str | None, typer.Option(help="Memory for all workers together, e.g. 4GiB.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="Weights: auto (as stored), int8 or float32.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="KV cache: float16, bfloat16, int8, fp8 or float32.")] = None,
 ) -> None:
     """Start Redis and all services, and keep them alive. Ctrl-C drains and stops."""
     options = UpOptions(
@@ -63,6 +67,8 @@ def up(
         transport=transport,
         memory_fraction=memory_fraction,
         memory_limit=memory_limit,
+        quantize=quantize,
+        kv_dtype=kv_dtype,
     )
     _up(options)
 
@@ -114,13 +120,14 @@ def chat(
     temperature: Annotated[float | None, typer.Option(help="0 = always the likeliest token.")] = None,
     port: Port = 8000,
     url: Annotated[str, typer.Option(help="Another server, e.g. http://10.0.0.5:8000.")] = "",
+    api_key: Annotated[str, typer.Option(help="A key, where one is asked for.", envvar="OPENAI_API_KEY")] = "",
 ) -> None:
     """Talk to the model in the terminal."""
     from services.cli.chat import Conversation
     from services.cli.chat import chat as converse
 
     address = url.rstrip("/").removesuffix("/v1") or f"http://127.0.0.1:{port}"
-    converse(Conversation(address, system, max_tokens, temperature), message)
+    converse(Conversation(address, system, max_tokens, temperature, api_key), message)
 
 
 @app.command("test", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -137,11 +144,14 @@ def run_pytest(
 @app.command()
 def check(
     tests: Annotated[bool, typer.Option(help="Run the tests too.")] = True,
+    sanitize: Annotated[bool, typer.Option("--sanitize", help="And the kernels' under ASan and UBSan.")] = False,
+    scalar: Annotated[bool, typer.Option("--scalar", help="And the kernels' built without AVX2.")] = False,
 ) -> None:
     """Lint, format check, type check and tests: all that a change must pass."""
     from services.cli.checks import run_checks
 
-    if failed := run_checks(tests=tests):
+    variants = [name for name, wanted in (("sanitize", sanitize), ("scalar", scalar)) if wanted]
+    if failed := run_checks(tests=tests, variants=variants):
         raise CommandError(f"failed: {', '.join(failed)}")
     print("All checks passed.")
 

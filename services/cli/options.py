@@ -24,6 +24,8 @@ _FLAGS = {
     "TRANSFER_TRANSPORTS": "transport",
     "ENGINE_MEMORY_FRACTION": "memory_fraction",
     "ENGINE_MEMORY_LIMIT": "memory_limit",
+    "MODEL_DTYPE": "quantize",
+    "MODEL_KV_DTYPE": "kv_dtype",
 }
 """Options that are settings: variable (without its prefix) -> field of `UpOptions`."""
 
@@ -46,6 +48,8 @@ class UpOptions:
     transport: str | None = None
     memory_fraction: float | None = None
     memory_limit: str | None = None
+    quantize: str | None = None
+    kv_dtype: str | None = None
 
     def check(self) -> None:
         """:raises CommandError: numbers of workers that make no stack."""

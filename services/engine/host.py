@@ -16,6 +16,7 @@ from services.engine.load import ModelPlan, open_model
 from services.engine.parking import Parking
 from services.engine.planner import Planner, PlannerLimits
 from services.engine.runner import ModelRunner, configure_threads
+from shared.addresses import worker_name
 from shared.clock import Clock
 from shared.config import EngineConfig, Settings
 from shared.cost import CostModel
@@ -127,6 +128,7 @@ class EngineHost:
             dtype=self.model.dtype,
             kv_dtype=self.model.kv_dtype,
             **self.facts(),
+            kv_bytes_per_token=self.model.kv.token_bytes,
             seconds=round(clock.now() - started, 2),
         )
         return engine
@@ -178,7 +180,7 @@ class EngineHost:
         """What the worker says of itself to the cell."""
         cfg = self.settings
         return Registration(
-            worker_id=WorkerId(cfg.worker.name),
+            worker_id=WorkerId(worker_name(cfg.worker)),
             incarnation=incarnation,
             role=role,
             model=cfg.model.name or model_name(resolve(cfg.model.path)),

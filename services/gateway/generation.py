@@ -10,7 +10,7 @@ import structlog
 
 from services.gateway.errors import ApiError, bus_lost, internal, queue_full, server_refused
 from services.gateway.mailbox import Item, Mailbox
-from services.gateway.ports import Admission, Observer, RequestPort, RequestSummary
+from services.gateway.ports import Admission, EndpointName, Observer, RequestPort, RequestSummary
 from services.gateway.stop_strings import StopMatcher
 from services.gateway.streams import RequestStream, Streams
 from shared.clock import Clock
@@ -107,7 +107,7 @@ class Generation:
         requests: Sequence[GenerateRequest],
         stops: Sequence[str],
         *,
-        endpoint: Literal["completions", "chat"],
+        endpoint: EndpointName,
         stream: bool,
         arrived_at: float,
         durable_by: Admit | None = None,
@@ -117,7 +117,7 @@ class Generation:
         self._admit_by = durable_by or services.port.admit
         self._durable = durable_by is not None
         self._choices = [_Choice(request, services.tokenizer, stops) for request in requests]
-        self._endpoint: Literal["completions", "chat"] = endpoint
+        self._endpoint: EndpointName = endpoint
         self._stream = stream
         self._arrived_at = arrived_at
         self._mailbox = Mailbox()

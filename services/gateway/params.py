@@ -11,6 +11,8 @@ from services.gateway.structured import GrammarAsk, read_grammar
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 _INT64 = 2**63
+_ONE_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+STOP_SCHEMA = {"anyOf": [_ONE_STOP, {"type": "array", "items": _ONE_STOP, "maxItems": MAX_STOPS}]}
 
 _OFF: tuple[Any, ...] = (False, 0, [], {}, "")
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -25,13 +27,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
             "echo",
             "suffix",
             "logit_bias",
-            "tools",
             "functions",
             "bad_words",
             "stop_token_ids",
             "documents",
-            "chat_template_kwargs",
-            "continue_final_message",
             "use_beam_search",
             "include_stop_str_in_output",
             "return_token_ids",
@@ -63,12 +62,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "add_generation_prompt": (True,),
 }
 """Field -> the values (beside null) with which it changes nothing."""
 
@@ -93,11 +90,16 @@ def refuse_unsupported(fields: Fields) -> None:
     """:raises ApiError: 400 that names a field which is set to something that matters."""
     for name, value in fields.raw.items():
         harmless = REFUSED.get(name)
-        if value is None or harmless is None or value in harmless:
+        if value is None or harmless is None or any(same_json(value, other) for other in harmless):
             continue
         if name == "n":
             raise bad_field(name, "n must be 1: several choices for one prompt are not supported.", "unsupported")
         raise bad_field(name, f"{name} is not supported by this server.", "unsupported")
+
+
+def same_json(a: Any, b: Any) -> bool:
+    """Equal in JSON, where true is not 1."""
+    return a == b and (type(a) is bool) == (type(b) is bool)
 
 
 def read_params(fields: Fields) -> Params:
@@ -106,9 +108,7 @@ def read_params(fields: Fields) -> Params:
     max_tokens = fields.integer("max_tokens", 1, _INT64 - 1)
     max_completion_tokens = fields.integer("max_completion_tokens", 1, _INT64 - 1)
     temperature = fields.number("temperature", 0, 2)
-    top_p = fields.number("top_p", 0, 1)
-    if top_p == 0:
-        raise bad_field("top_p", "top_p must be above 0.")
+    top_p = fields.number("top_p", 0, 1, above_low=True)
     top_k = fields.integer("top_k", -1, 2**31 - 1)  # -1 and 0: off
     seed = fields.integer("seed", -_INT64, _INT64 - 1)
     stream = fields.boolean("stream")
@@ -138,7 +138,7 @@ def unknown_model(name: str) -> ApiError:
 
 
 def _stop(fields: Fields) -> tuple[str, ...]:
-    value = fields.get("stop")
+    value = fields.get("stop", STOP_SCHEMA)
     if value is None:
         return ()
     stops = value if isinstance(value, list) else [value]
@@ -154,6 +154,7 @@ def _include_usage(fields: Fields, stream: bool) -> bool:
     options = fields.object("stream_options")
     if options is None:
         return False
-    if not stream:
+    wanted = options.boolean("include_usage")
+    if options.raw and not stream:
         raise bad_field("stream_options", "stream_options is allowed only with stream: true.")
-    return options.boolean("include_usage")
+    return wanted
