@@ -56,12 +56,12 @@ def read_prompts(fields: Fields, vocab_size: int) -> list[Prompt]:
     return [_token_ids(item, vocab_size) for item in value]
 
 
-def read_messages(fields: Fields) -> list[dict[str, str]]:
+def read_messages(fields: Fields, *, required: bool = True) -> list[dict[str, str]]:
     """The messages as chat templates expect them: role, content, and name if there is one.
 
     :raises ApiError: 400 that names the part which is wrong.
     """
-    value = fields.get("messages", MESSAGES_SCHEMA, required=True)
+    value = fields.get("messages", MESSAGES_SCHEMA, required=required)
     if not isinstance(value, list) or not value:
         raise bad_field("messages", "messages must be a list with at least one message.")
     if len(value) > MAX_MESSAGES:

@@ -89,8 +89,10 @@ class SmallEndpoints:
         if special is not None and type(special) is not bool:
             raise bad_field("add_special_tokens", "add_special_tokens must be true or false.")
         if prompt is not None:
+            if fields.get("messages") is not None:
+                raise bad_field("messages", "prompt and messages cannot both be given.")
             return checked_text("prompt", prompt), special is not False
-        messages = read_messages(fields)
+        messages = read_messages(fields, required=False)
         if self._parts.template is None:
             raise bad_field("messages", "The model has no chat template; send a prompt.", "unsupported")
         return self._parts.template.render(messages), special is True
