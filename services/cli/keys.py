@@ -8,7 +8,7 @@ import anyio
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from services.cli.errors import CommandError
 from services.cli.queue import redis_url_of
@@ -74,7 +74,16 @@ def list_keys(port: Port = None, redis_url: Url = "") -> None:
         if not found:
             print("There are no keys: anyone who reaches the port may ask.")
             return
-        table = Table("id", "tenant", "name", "made", "requests/min", "tokens/min", "at once", "state")
+        table = Table(
+            Column("id", no_wrap=True),
+            Column("tenant", overflow="fold"),
+            "name",
+            "made",
+            "req/min",
+            "tok/min",
+            "at once",
+            "state",
+        )
         for k in found:
             limits = (k.requests_per_minute, k.tokens_per_minute, k.max_concurrent)
             made = datetime.fromtimestamp(k.created_at).strftime("%Y-%m-%d %H:%M")
