@@ -74,19 +74,12 @@ def list_keys(port: Port = None, redis_url: Url = "") -> None:
         if not found:
             print("There are no keys: anyone who reaches the port may ask.")
             return
-        table = Table(
-            Column("id", no_wrap=True),
-            Column("tenant", overflow="fold"),
-            "name",
-            "made",
-            "req/min",
-            "tok/min",
-            "at once",
-            "state",
-        )
+        table = Table(Column("id", no_wrap=True), Column("tenant", overflow="fold"), "name", "made")
+        for column in ("req/min", "tok/min", "at once", "state"):
+            table.add_column(column, no_wrap=column == "state")
         for k in found:
             limits = (k.requests_per_minute, k.tokens_per_minute, k.max_concurrent)
-            made = datetime.fromtimestamp(k.created_at).strftime("%Y-%m-%d %H:%M")
+            made = datetime.fromtimestamp(k.created_at).strftime("%Y-%m-%d")
             state = "revoked" if k.revoked else "valid"
             table.add_row(k.id, k.tenant, k.name, made, *(str(limit or "-") for limit in limits), state)
         Console().print(table)
