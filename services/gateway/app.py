@@ -11,7 +11,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Route
 
-from services.gateway.chat_template import ChatTemplate
+from services.gateway.chat import ChatReader
+from services.gateway.chat_template import load_template
 from services.gateway.edge import EXPOSED_HEADERS, Edge
 from services.gateway.endpoints import ChatEndpoint, CompletionsEndpoint, Parts
 from services.gateway.errors import on_crash, on_http_exception
@@ -53,14 +54,15 @@ def build_app(
     :param gate: who may ask; None: anyone.
     :param model_name: what `/v1/models` lists; `default` is always understood as well.
     :raises ModelError: the model's chat template is not valid.
+    :raises ConfigError: the configured one cannot be read.
     """
     observer = observer or NullObserver()
     streams = Streams(port, clock, observer)
-    template = tokenizer.chat_template
+    template = load_template(tokenizer, config.chat_template, clock)
     parts = Parts(
         services=Services(port, streams, tokenizer, clock, observer),
         preparer=Preparer(tokenizer, incarnation, config, offload, randomness),
-        template=ChatTemplate(template, tokenizer.template_tokens, clock) if template else None,
+        chats=ChatReader(template, tokenizer, config),
         model_name=model_name,
         config=config,
         offload=offload,

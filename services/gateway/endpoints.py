@@ -2,8 +2,9 @@
 client cancels everything at once, streaming or not, tokenising, queued or decoding."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import anyio
@@ -12,16 +13,20 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.body import ClientDisconnect, read_json
-from services.gateway.chat_template import ChatTemplate
+from services.gateway.chat import ChatReader, read_options
+from services.gateway.chat_wire import ChatWire
 from services.gateway.errors import ApiError, bad_field, error_response, internal
 from services.gateway.fields import Fields
 from services.gateway.gate import Caller, caller_of
 from services.gateway.generation import EndpointName, Generation, Services
 from services.gateway.grammar_check import GrammarChecker
+from services.gateway.messages import read_messages
 from services.gateway.params import Params, check_model, read_params
-from services.gateway.prepare import Limits, Preparer, PromptTokens, live_limits
-from services.gateway.prompts import read_messages, read_prompts
-from services.gateway.wire import ChatWire, CompletionWire, Wire
+from services.gateway.prepare import Preparer, live_limits
+from services.gateway.prompts import Prompt, read_prompts
+from services.gateway.structured import GrammarAsk
+from services.gateway.tools import read_tools
+from services.gateway.wire import CompletionWire, Wire
 from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.errors import BatonError
@@ -33,6 +38,9 @@ log = structlog.get_logger("gateway")
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions."""
+
+CHAT_FIELDS = ("tools", "tool_choice", "chat_template_kwargs", "continue_final_message")
+"""Refused with completions, whose answer they would change."""
 
 _JSON_HEADERS = [(b"content-type", b"application/json")]
 _SSE_HEADERS = [
@@ -48,7 +56,7 @@ class Parts:
 
     services: Services
     preparer: Preparer
-    template: ChatTemplate | None
+    chats: ChatReader
     model_name: str
     config: GatewayConfig
     offload: Offload
@@ -70,18 +78,28 @@ class Prepared:
         return sum(len(r.token_ids) + r.num_choices * r.sampling.max_tokens for r in self.requests)
 
 
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """The prompts as the client gave them, and what is to become of them."""
+
+    prompts: Sequence[Prompt]
+    param: str  # the field to name if they are too long
+    add_special_tokens: bool
+    grammar: GrammarAsk | None
+    wire: Callable[[str, int, str, bool], Wire]
+
+
 class Endpoint(ABC):
     """One POST endpoint. Subclasses say how a prompt is read and an answer written."""
 
     name: ClassVar[EndpointName]
     id_prefix: ClassVar[str]
-    wire: ClassVar[type[CompletionWire] | type[ChatWire]]
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
     @abstractmethod
-    async def _prompts(self, fields: Fields, limits: Limits, preparer: Preparer) -> list[PromptTokens]: ...
+    def _question(self, fields: Fields, params: Params) -> "_Question": ...
 
     @abstractmethod
     def _default_max_tokens(self) -> int: ...
@@ -170,12 +188,15 @@ class Endpoint(ABC):
         params = read_params(fields)
         limits = await live_limits(parts.services.port)
         preparer = parts.preparer.for_tenant(tenant)
-        prompts = await self._prompts(fields, limits, preparer)
+        asked = self._question(fields, params)
+        prompts = await preparer.tokens(
+            asked.prompts, limits, param=asked.param, add_special_tokens=asked.add_special_tokens
+        )
         default = self._default_max_tokens()
-        grammar = "" if params.grammar is None else await parts.grammars.check(params.grammar)
+        grammar = "" if asked.grammar is None else await parts.grammars.check(asked.grammar)
         requests = preparer.requests(response_id, prompts, params, limits, default, randomness, grammar)
         created = int(parts.services.clock.wall())
-        return Prepared(requests, params, self.wire(response_id, created, parts.model_name, params.include_usage))
+        return Prepared(requests, params, asked.wire(response_id, created, parts.model_name, params.include_usage))
 
     async def _refuse(self, error: ApiError, reply: "_Reply", scope: Scope, receive: Receive) -> None:
         """An HTTP error, or once the answer has begun an `error` event and the end, without [DONE]."""
@@ -194,11 +215,13 @@ class Endpoint(ABC):
 class CompletionsEndpoint(Endpoint):
     name = "completions"
     id_prefix = "cmpl"
-    wire = CompletionWire
 
-    async def _prompts(self, fields: Fields, limits: Limits, preparer: Preparer) -> list[PromptTokens]:
+    def _question(self, fields: Fields, params: Params) -> _Question:
+        for name in CHAT_FIELDS:
+            if fields.get(name) not in (None, False, [], {}, "none", "auto"):
+                raise bad_field(name, f"{name} is for /v1/chat/completions.", "unsupported")
         prompts = read_prompts(fields, self._parts.services.tokenizer.vocab_size)
-        return await preparer.tokens(prompts, limits, param="prompt", add_special_tokens=True)
+        return _Question(prompts, "prompt", True, params.grammar, CompletionWire)
 
     def _default_max_tokens(self) -> int:
         return COMPLETION_MAX_TOKENS
@@ -211,18 +234,17 @@ class CompletionsEndpoint(Endpoint):
 class ChatEndpoint(Endpoint):
     name = "chat"
     id_prefix = "chatcmpl"
-    wire = ChatWire
 
     def read_all(self, fields: Fields) -> None:
         super().read_all(fields)
+        read_options(fields)
+        read_tools(fields)
         read_messages(fields)
 
-    async def _prompts(self, fields: Fields, limits: Limits, preparer: Preparer) -> list[PromptTokens]:
-        messages = read_messages(fields)
-        if self._parts.template is None:
-            raise bad_field("messages", "The model has no chat template; use /v1/completions.", "unsupported")
-        prompt = self._parts.template.render(messages)  # BOS is in the template, where there is one
-        return await preparer.tokens([prompt], limits, param="messages", add_special_tokens=False)
+    def _question(self, fields: Fields, params: Params) -> _Question:
+        asked = self._parts.chats.read(fields, params.grammar)
+        # BOS is in the template, where there is one.
+        return _Question([asked.prompt], "messages", False, asked.grammar, partial(ChatWire, shape=asked.shape))
 
     def _default_max_tokens(self) -> int:
         return self._parts.config.default_max_tokens

@@ -27,13 +27,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
             "echo",
             "suffix",
             "logit_bias",
-            "tools",
             "functions",
             "bad_words",
             "stop_token_ids",
             "documents",
-            "chat_template_kwargs",
-            "continue_final_message",
             "use_beam_search",
             "include_stop_str_in_output",
             "return_token_ids",
@@ -65,12 +62,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "add_generation_prompt": (True,),
 }
 """Field -> the values (beside null) with which it changes nothing."""
 

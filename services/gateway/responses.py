@@ -9,8 +9,8 @@ from typing import Any
 from services.gateway.endpoints import ChatEndpoint, Prepared
 from services.gateway.errors import ApiError, bad_field
 from services.gateway.fields import Fields, checked_text
+from services.gateway.messages import MAX_MESSAGES
 from services.gateway.params import check_model, same_json
-from services.gateway.prompts import MAX_MESSAGES
 from services.gateway.responses_wire import Echo, ResponsesWire
 from shared.randomness import Randomness
 

@@ -11,9 +11,9 @@ from services.gateway.body import OFFLOAD_BYTES, ClientDisconnect, read_json
 from services.gateway.endpoints import Parts
 from services.gateway.errors import ApiError, bad_field, error_response
 from services.gateway.fields import Fields, checked_text
+from services.gateway.messages import MESSAGES_SCHEMA
 from services.gateway.params import check_model, unknown_model
 from services.gateway.prepare import live_limits
-from services.gateway.prompts import read_messages
 from shared.version import VERSION
 
 
@@ -88,14 +88,12 @@ class SmallEndpoints:
         special = fields.get("add_special_tokens", {"type": "boolean"})
         if special is not None and type(special) is not bool:
             raise bad_field("add_special_tokens", "add_special_tokens must be true or false.")
+        messages = fields.get("messages", MESSAGES_SCHEMA)
+        if (prompt is None) == (messages is None):
+            raise bad_field("messages", "Either prompt or messages must be given.")
         if prompt is not None:
-            if fields.get("messages") is not None:
-                raise bad_field("messages", "prompt and messages cannot both be given.")
             return checked_text("prompt", prompt), special is not False
-        messages = read_messages(fields, required=False)
-        if self._parts.template is None:
-            raise bad_field("messages", "The model has no chat template; send a prompt.", "unsupported")
-        return self._parts.template.render(messages), special is True
+        return self._parts.chats.read(fields, None).prompt, special is True
 
     async def _detokenize(self, fields: Fields) -> dict[str, Any]:
         token_ids = self.read_detokenize(fields)

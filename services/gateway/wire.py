@@ -1,4 +1,4 @@
-"""The JSON of OpenAI's responses. One class for each endpoint; both give bytes."""
+"""The JSON of OpenAI's responses. Completions here, chats in `chat_wire.py`; both give bytes."""
 
 from typing import Any, Protocol
 
@@ -7,13 +7,13 @@ import msgspec
 from services.gateway.errors import ApiError
 from services.gateway.generation import Delta, Usage
 
-_encode = msgspec.json.Encoder().encode
+encode_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 
 
 def sse(value: Any) -> bytes:
     """One server-sent event."""
-    return b"data: " + _encode(value) + b"\n\n"
+    return b"data: " + encode_json(value) + b"\n\n"
 
 
 class Wire(Protocol):
@@ -40,7 +40,7 @@ class Wire(Protocol):
         ...
 
 
-class _Base:
+class BaseWire:
     done = DONE
 
     def __init__(self, response_id: str, created: int, model: str, include_usage: bool) -> None:
@@ -57,10 +57,10 @@ class _Base:
         return sse(value)
 
     def _whole(self, kind: str, choices: list[dict[str, Any]], usage: Usage) -> bytes:
-        return _encode({**self._head, "object": kind, "choices": choices, "usage": _usage(usage)})
+        return encode_json({**self._head, "object": kind, "choices": choices, "usage": usage_object(usage)})
 
 
-class CompletionWire(_Base):
+class CompletionWire(BaseWire):
     _KIND = "text_completion"
 
     def first(self, num_choices: int) -> bytes:
@@ -70,7 +70,7 @@ class CompletionWire(_Base):
         return self._event(self._KIND, [_completion_choice(delta.choice, delta.text, delta.finish_reason)])
 
     def usage_chunk(self, usage: Usage) -> bytes:
-        return self._event(self._KIND, [], _usage(usage))
+        return self._event(self._KIND, [], usage_object(usage))
 
     def whole(self, texts: list[str], reasons: list[str], usage: Usage) -> bytes:
         pairs = zip(texts, reasons, strict=True)
@@ -78,47 +78,11 @@ class CompletionWire(_Base):
         return self._whole(self._KIND, choices, usage)
 
 
-class ChatWire(_Base):
-    _KIND = "chat.completion.chunk"
-
-    def first(self, num_choices: int) -> bytes:
-        delta = {"role": "assistant", "content": ""}
-        return b"".join(self._event(self._KIND, [_chat_choice(i, delta, None)]) for i in range(num_choices))
-
-    def chunk(self, delta: Delta) -> bytes:
-        """The finish reason has an event of its own, with an empty delta, as OpenAI sends it."""
-        events = b""
-        if delta.text:
-            events += self._event(self._KIND, [_chat_choice(delta.choice, {"content": delta.text}, None)])
-        if delta.finish_reason is not None:
-            events += self._event(self._KIND, [_chat_choice(delta.choice, {}, delta.finish_reason)])
-        return events
-
-    def usage_chunk(self, usage: Usage) -> bytes:
-        return self._event(self._KIND, [], _usage(usage))
-
-    def whole(self, texts: list[str], reasons: list[str], usage: Usage) -> bytes:
-        choices = [
-            {
-                "index": i,
-                "message": {"role": "assistant", "content": text, "refusal": None},
-                "logprobs": None,
-                "finish_reason": reason,
-            }
-            for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))
-        ]
-        return self._whole("chat.completion", choices, usage)
-
-
 def _completion_choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
 
 
-def _chat_choice(index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-
-
-def _usage(usage: Usage) -> dict[str, Any]:
+def usage_object(usage: Usage) -> dict[str, Any]:
     cached = usage.num_cached_tokens
     return {
         "prompt_tokens": usage.num_prompt_tokens,

@@ -63,7 +63,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True}, "logprobs"),
     ({"logprobs": 0.5}, "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"functions": [{"name": "f"}]}, "functions"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"presence_penalty": 0.5}, "presence_penalty"),
@@ -119,7 +119,7 @@ async def test_too_many_prompts_are_refused(gateway: Gateway):
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0].type"),
-        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
     ],
     ids=lambda x: json.dumps(x)[:50],
 )
