@@ -8,7 +8,7 @@ import anyio
 import typer
 from rich.console import Console
 
-from services.cli import keys, queue
+from services.cli import bench, keys, queue
 from services.cli.errors import CommandError
 from services.cli.options import UpOptions
 from shared.clock import SystemClock
@@ -25,6 +25,7 @@ app = typer.Typer(
 Port = Annotated[int, typer.Option(help="The stack's port.", min=1, max=65535)]
 app.add_typer(queue.app)
 app.add_typer(keys.app)
+app.add_typer(bench.app)
 
 
 @app.command()
