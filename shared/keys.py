@@ -100,8 +100,8 @@ class Keys:
         return self._key("req", request_id)
 
     def log(self, request_id: RequestId, choice: int = 0) -> str:
-        """String: the tokens already emitted, u32 little endian each. Scripts are given choice 0's key, and make those of
-        the others from it: the choice is the last part."""
+        """String: the tokens already emitted, u32 little endian each. Scripts are given choice 0's key and make those
+        of the others from it: the choice is the last part."""
         return self._key("log", request_id, str(choice))
 
     def queued(self) -> str:

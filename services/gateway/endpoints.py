@@ -11,16 +11,18 @@ import structlog
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
+from services.gateway.answers import Answer, best, empty_answers
 from services.gateway.body import ClientDisconnect, read_json
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.errors import ApiError, bad_field, error_response, internal
 from services.gateway.fields import Fields
 from services.gateway.gate import Caller, caller_of
-from services.gateway.generation import Generation, Services
+from services.gateway.generation import Generation, Services, Usage
+from services.gateway.logprobs import LogprobWriter
 from services.gateway.params import Params, check_model, read_params
 from services.gateway.prepare import Limits, Preparer, PromptTokens, live_limits
 from services.gateway.prompts import read_messages, read_prompts
-from services.gateway.wire import DONE, ChatWire, CompletionWire, Wire, sse
+from services.gateway.wire import DONE, ChatWire, CompletionWire, Head, Wire, sse
 from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.errors import BatonError
@@ -66,6 +68,10 @@ class Prepared:
     def max_tokens(self) -> int:
         """What all of it may take, prompts and answers."""
         return sum(len(r.token_ids) + r.num_choices * r.sampling.max_tokens for r in self.requests)
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        """The response that is not streamed."""
+        return self.wire.whole(best(answers, self.params.n, self.params.best_of), usage)
 
 
 class Endpoint(ABC):
@@ -131,7 +137,7 @@ class Endpoint(ABC):
         async with Generation(
             self._parts.services,
             prepared.requests,
-            params.stop,
+            params.shown,
             endpoint=self.name,
             stream=params.stream,
             arrived_at=arrived_at,
@@ -140,7 +146,7 @@ class Endpoint(ABC):
                 if params.stream:
                     await _stream(generation, wire, params, reply)
                     return
-                body = await _whole(generation, wire)
+                body = await _whole(generation, prepared)
             finally:
                 caller.used_tokens = generation.usage.num_tokens
         await reply.whole(200, _JSON_HEADERS, body)
@@ -156,14 +162,17 @@ class Endpoint(ABC):
         """
         parts = self._parts
         check_model(fields, parts.model_name)
-        params = read_params(fields)
+        params = read_params(fields, chat=self.name == "chat")
         limits = await live_limits(parts.services.port)
         preparer = parts.preparer.for_tenant(tenant)
         prompts = await self._prompts(fields, limits, preparer)
         default = self._default_max_tokens()
         requests = preparer.requests(response_id, prompts, params, limits, default, randomness)
-        created = int(parts.services.clock.wall())
-        return Prepared(requests, params, self.wire(response_id, created, parts.model_name, params.include_usage))
+        created, wanted = int(parts.services.clock.wall()), fields.get("prompt_logprobs") not in (None, False)
+        writer = LogprobWriter(parts.services.tokenizer, is_on=params.wants_logprobs)
+        prompts = [r.token_ids for r in requests for _ in range(r.num_choices)] if wanted else ()
+        head = Head(response_id, created, parts.model_name, params.include_usage, writer, prompts)
+        return Prepared(requests, params, self.wire(head))
 
     async def _refuse(self, error: ApiError, reply: "_Reply", scope: Scope, receive: Receive) -> None:
         """An HTTP error, or once the answer has begun an `error` event and the end, without [DONE]."""
@@ -263,14 +272,12 @@ async def _stream(generation: Generation, wire: Wire, params: Params, reply: _Re
     await reply.end()
 
 
-async def _whole(generation: Generation, wire: Wire) -> bytes:
-    texts: list[list[str]] = [[] for _ in range(generation.num_choices)]
-    reasons = [""] * generation.num_choices
+async def _whole(generation: Generation, prepared: Prepared) -> bytes:
+    answers = empty_answers(prepared.requests)
     while deltas := await generation.read():
         for delta in deltas:
-            texts[delta.choice].append(delta.text)
-            reasons[delta.choice] = delta.finish_reason or reasons[delta.choice]
-    return wire.whole(["".join(parts) for parts in texts], reasons, generation.usage)
+            answers[delta.choice].add(delta)
+    return prepared.whole(answers, generation.usage)
 
 
 async def _cancel_when_gone(receive: Receive, work: anyio.CancelScope) -> None:
