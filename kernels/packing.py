@@ -68,6 +68,15 @@ def quantise_q8(weights: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int8],
     return q.reshape(padded.shape)[:, : weights.shape[1]], scale
 
 
+def quantise_channels(weights: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int8], Halves]:
+    """8-bit weights, each output with one scale, that of its largest weight, for all its groups."""
+    groups = -(-weights.shape[1] // GROUP)
+    scale = (np.abs(weights).max(axis=-1, keepdims=True) / 127).astype(np.float16)
+    divisor = np.where(scale > 0, scale, 1).astype(np.float32)
+    q = np.rint(weights / divisor).clip(-127, 127).astype(np.int8)
+    return q, np.repeat(scale, groups, axis=1)
+
+
 def interleave(first: Packed, second: Packed, block_bytes: int) -> Packed:
     """Two packed matrices of one shape, block by block in turns: gate and up of one product."""
     pair = np.stack([first.reshape(-1, block_bytes), second.reshape(-1, block_bytes)], axis=1)

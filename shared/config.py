@@ -34,8 +34,11 @@ class RedisConfig(Section, frozen=True):
 class ModelConfig(Section, frozen=True):
     path: str = ""  # GGUF file or safetensors folder; "" = the embedded default
     name: str = ""  # what clients call it; "" = from the file
-    dtype: Literal["auto", "float32"] = "auto"  # auto: 4- and 8-bit weights as stored, others in 8 bits; float32: exact
-    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"  # auto: float16, or as dtype is
+    # auto: 4- and 8-bit weights as stored, others in 8 bits in groups of 32; int8: all in 8 bits, one scale per output;
+    # float32: exact
+    dtype: Literal["auto", "int8", "float32"] = "auto"
+    # auto: float16, or float32 as dtype is
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = "auto"
     cache_dir: str = ""  # where packed weights are kept; "" = ~/.cache/baton
     max_model_len: int = 0  # 0 = the model's own limit
 
@@ -46,6 +49,8 @@ class GatewayConfig(Section, frozen=True):
     max_queued: int = 512  # requests waiting for dispatch; beyond: 429
     queue_timeout_s: float = 300.0  # an HTTP request that waits longer for dispatch gets 503
     max_body_bytes: int = 8 << 20
+    max_grammar_bytes: int = 64 << 10  # of a JSON schema or grammar
+    grammar_timeout_s: float = 2.0  # a grammar that takes longer to compile is refused
     default_max_tokens: int = 256  # chat completions that name none
     prefix_salt: str = ""  # scopes prefix sharing to deployments of the same salt
     client_stall_s: float = 30.0  # an HTTP client that reads nothing for so long is cancelled
@@ -216,6 +221,8 @@ def _check(s: Settings) -> None:
         "lease.heartbeat_s": s.lease.heartbeat_s,
         "gateway.max_queued": s.gateway.max_queued,
         "gateway.default_max_tokens": s.gateway.default_max_tokens,
+        "gateway.max_grammar_bytes": s.gateway.max_grammar_bytes,
+        "gateway.grammar_timeout_s": s.gateway.grammar_timeout_s,
         "gateway.client_stall_s": s.gateway.client_stall_s,
         "gateway.queue_timeout_s": s.gateway.queue_timeout_s,
         "gateway.max_submissions": s.gateway.max_submissions,

@@ -13,6 +13,10 @@ class ModelError(BatonError):
     """A model file is missing, damaged or of an architecture that this build does not know."""
 
 
+class GrammarError(BatonError):
+    """A grammar that cannot be compiled, or that grew too complex while tokens were chosen by it."""
+
+
 class BusError(BatonError):
     """Redis could not be reached, or refused a command, for longer than the retry limit."""
 

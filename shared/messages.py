@@ -41,6 +41,7 @@ class SamplingParams(Message, frozen=True):
     logit_bias: tuple[tuple[int, float], ...] = ()  # added to these tokens' logits
     logprobs: int | None = None  # tell each token's, and those of so many best ones; None = none
     prompt_logprobs: int | None = None  # the same for the prompt's tokens, from the second on
+    grammar: str = ""  # llguidance's text of what the output may be (`shared.grammar`); "" = anything
 
 
 class GenerateRequest(Message, frozen=True, tag="generate"):

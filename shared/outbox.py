@@ -13,6 +13,8 @@ from shared.leases import Fence, Leases
 from shared.messages import Finished, Tokens
 
 log = structlog.get_logger(__name__)
+MAX_TOGETHER = 32
+"""Parcels delivered at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,12 @@ class Parcel:
 
     def add(self, gateway: Incarnation, tokens: Tokens, attempt: AttemptId) -> None:
         self.tokens.setdefault(gateway, []).append((tokens, attempt))
+
+    def extend(self, later: "Parcel") -> None:
+        """Take in a later step's. A request that has ended says nothing more, so ends may still come last."""
+        for gateway, items in later.tokens.items():
+            self.tokens.setdefault(gateway, []).extend(items)
+        self.endings += later.endings
 
     def __bool__(self) -> bool:
         return bool(self.tokens or self.endings)
@@ -70,15 +78,21 @@ class Outbox:
         """Send until cancelled."""
         async for parcel in self._receive:
             self._delivering = 1
+            for _ in range(MAX_TOGETHER - 1):  # what waits goes along: the engine may be faster than Redis
+                try:
+                    parcel.extend(self._receive.receive_nowait())
+                except anyio.WouldBlock:
+                    break
+                self._delivering += 1
             await self._deliver(parcel)
             self._delivering = 0
 
     async def _deliver(self, parcel: Parcel) -> None:
         for gateway, items in parcel.tokens.items():
             alive = await self._leases.emit(gateway, items)
-            for (tokens, _), ok in zip(items, alive, strict=True):
-                if not ok:
-                    self._stale(tokens.request_id, tokens.epoch)
+            pairs = zip(items, alive, strict=True)
+            for request_id, epoch in {(tokens.request_id, tokens.epoch): None for (tokens, _), ok in pairs if not ok}:
+                self._stale(request_id, epoch)
         for ending in parcel.endings:
             fence = ending.fence
             ok = await self._leases.complete(fence, ending.gateway, ending.finished, ending.decode, ending.prefill)

@@ -214,7 +214,7 @@ class WorkerLink:
         try:
             await self._bus.publish(self._keys.kv(), message)
         except BusFull:  # the gap in the numbers will show the index that it missed something
-            log.warning("worker.kv_events_dropped", why="redis is full")
+            log.debug("worker.kv_events_dropped", why="redis is full")
 
     async def drain(self, idle: Callable[[], bool], limit_s: float) -> bool:
         """Take nothing new, go on until `idle()` or `limit_s` is over, then leave for good. True: nothing was left."""

@@ -60,6 +60,11 @@ class RedisServer:
     def kill(self) -> None:
         self._stop(signal.SIGKILL)
 
+    def forget(self) -> None:
+        """Of a killed one: it will start empty."""
+        for path in self.folder.glob("appendonly*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
     def close(self) -> None:
         self._stop(signal.SIGTERM)
         shutil.rmtree(self.folder, ignore_errors=True)

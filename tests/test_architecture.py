@@ -35,6 +35,7 @@ LIBRARY_HOMES = {
     "redis": ("shared/bus", "shared/leases", "shared/redis_", "shared/scripts.py"),  # the last: their Lua
     "prometheus_client": ("shared/metrics.py",),
     "triton": ("kernels/triton/",),
+    "llguidance": ("shared/grammar.py",),
     # What a simulation replaces: shared has the one real implementation of each.
     "time": ("shared/",),
     "random": ("shared/",),

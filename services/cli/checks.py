@@ -25,8 +25,11 @@ def run_tests(arguments: Sequence[str], *, full: bool) -> int:
     os.execve(sys.executable, pytest_argv(arguments, full=full), child_environ(os.environ))
 
 
-def run_checks(*, tests: bool) -> list[str]:
-    """Run every check, even after one has failed; the names of those that failed."""
+def run_checks(*, tests: bool, variants: Sequence[str] = ()) -> list[str]:
+    """Run every check, even after one has failed; the names of those that failed.
+
+    :param variants: of the kernels' build, on which their tests run too; see tests/kernels/variant.
+    """
     steps = {
         "ruff check": ["ruff", "check", *PATHS],
         "ruff format": ["ruff", "format", "--check", *PATHS],
@@ -35,10 +38,12 @@ def run_checks(*, tests: bool) -> list[str]:
     commands = {name: [sys.executable, "-m", *words] for name, words in steps.items()}
     if tests:
         commands["tests"] = pytest_argv((), full=False)
+    commands |= {f"kernels, {name}": ["tests/kernels/variant", name] for name in variants}
+    environ = child_environ(os.environ) | {"PYTHON": sys.executable}
     failed: list[str] = []
     for name, argv in commands.items():
         print(f"== {name}", flush=True)
-        if subprocess.run(argv, cwd=_checkout(), env=child_environ(os.environ)).returncode:
+        if subprocess.run(argv, cwd=_checkout(), env=environ).returncode:
             failed.append(name)
     return failed
 

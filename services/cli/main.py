@@ -42,6 +42,8 @@ def up(
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in one step, at most.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens in one step, at most.")] = None,
     transport: Annotated[str | None, typer.Option(help="How blocks travel: shm, tcp or shm,tcp.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="Weights: auto (as stored), int8 or float32.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="KV cache: float16, bfloat16, int8, fp8 or float32.")] = None,
 ) -> None:
     """Start Redis and all services, and keep them alive. Ctrl-C drains and stops."""
     options = UpOptions(
@@ -57,6 +59,8 @@ def up(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         transport=transport,
+        quantize=quantize,
+        kv_dtype=kv_dtype,
     )
     _up(options)
 
@@ -131,11 +135,14 @@ def run_pytest(
 @app.command()
 def check(
     tests: Annotated[bool, typer.Option(help="Run the tests too.")] = True,
+    sanitize: Annotated[bool, typer.Option("--sanitize", help="And the kernels' under ASan and UBSan.")] = False,
+    scalar: Annotated[bool, typer.Option("--scalar", help="And the kernels' built without AVX2.")] = False,
 ) -> None:
     """Lint, format check, type check and tests: all that a change must pass."""
     from services.cli.checks import run_checks
 
-    if failed := run_checks(tests=tests):
+    variants = [name for name, wanted in (("sanitize", sanitize), ("scalar", scalar)) if wanted]
+    if failed := run_checks(tests=tests, variants=variants):
         raise CommandError(f"failed: {', '.join(failed)}")
     print("All checks passed.")
 

@@ -22,6 +22,8 @@ _FLAGS = {
     "ENGINE_MAX_NUM_SEQS": "max_num_seqs",
     "ENGINE_MAX_NUM_BATCHED_TOKENS": "max_num_batched_tokens",
     "TRANSFER_TRANSPORTS": "transport",
+    "MODEL_DTYPE": "quantize",
+    "MODEL_KV_DTYPE": "kv_dtype",
 }
 """Options that are settings: variable (without its prefix) -> field of `UpOptions`."""
 
@@ -42,6 +44,8 @@ class UpOptions:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     transport: str | None = None
+    quantize: str | None = None
+    kv_dtype: str | None = None
 
     def check(self) -> None:
         """:raises CommandError: numbers of workers that make no stack."""

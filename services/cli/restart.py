@@ -8,7 +8,7 @@ CONFIG_ERROR = 2
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    steady_s: float = 30.0  # a life this long clears the record
+    steady_s: float = 30.0  # a life this long clears the record, once the service has been ready
     first_delay_s: float = 0.25
     max_delay_s: float = 8.0
     max_deaths: int = 6  # in a row, none of the lives being steady
@@ -29,7 +29,7 @@ def after_death(policy: RestartPolicy, record: Record, *, life_s: float, code: i
     :param life_s: seconds from the last start to the death.
     :param code: exit code; negative for a signal.
     """
-    deaths = 1 if life_s >= policy.steady_s else record.deaths + 1
+    deaths = 1 if life_s >= policy.steady_s and record.was_ready else record.deaths + 1
     record = replace(record, deaths=deaths)
     limit = policy.max_deaths if record.was_ready else policy.max_deaths_starting
     if code == CONFIG_ERROR or deaths >= limit:

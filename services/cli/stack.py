@@ -20,7 +20,7 @@ from services.cli.procinfo import ProcessId
 from services.cli.redis_server import find_redis, redis_argv
 from services.cli.restart import CONFIG_ERROR
 from services.cli.rundir import RunDir, RunState, ServiceState, home
-from services.cli.supervisor import HUNG_S, Died, Service, ServiceSpec, Supervisor
+from services.cli.supervisor import HUNG_S, START_S, Died, Service, ServiceSpec, Supervisor
 from shared.clock import Clock
 from shared.config import Settings
 from shared.errors import BusError
@@ -145,7 +145,8 @@ class Stack:
                 self._say(sink.last_lines(died.name))
 
     def _hangs(self, row: Service, why: str) -> None:
-        self._say(f"[{row.spec.name}] has hung for {HUNG_S:g} s ({why}); killing it")
+        limit_s = HUNG_S if row.state == "ready" else START_S
+        self._say(f"[{row.spec.name}] has hung for {limit_s:g} s ({why}); killing it")
 
     def _gave_up(self, died: Died, sink: LogSink) -> CommandError:
         log = _short(self.run_dir.logs / f"{died.name}.log")

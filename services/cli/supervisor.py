@@ -6,8 +6,8 @@ ready     it said so once since its last start
 backoff   died, to be started again
 stopped   asked to drain, and gone (or never started)
 
-One that is ready and then hangs (no answer to /health, or one that says so) for HUNG_S is killed, which makes it one
-that died.
+One that is ready and then hangs (no answer to /health, or one that says so) for HUNG_S, or is not ready after START_S,
+is killed, which makes it one that died.
 
 Services start in stages (the next one when all of the last are ready) and stop in the order of `stop_order`,
 each group only when the one before is gone: what a drain needs must outlive the drain.
@@ -28,6 +28,8 @@ AFTER_KILL_S = 5.0
 HEALTH_EVERY_S = 5.0
 HUNG_S = 60.0
 """Longer than anything that a service on a busy machine may take: a kill costs what the service has in its memory."""
+START_S = 900.0
+"""From start to ready, at most: large weights come from slow disks."""
 MIN_HUNG_LOOKS = 4
 """So often in that time: a machine that slept is no service that hung."""
 State = Literal["waiting", "starting", "ready", "backoff", "stopped"]
@@ -86,6 +88,7 @@ class Service:
     record: Record = field(default_factory=Record)
     restarts: int = 0
     stopping: bool = False
+    started: float = 0.0  # its last life
     hung_since: float | None = None
     hung_looks: int = 0  # in a row
 
@@ -183,6 +186,7 @@ class Supervisor:
             row.process = await self._spawner.spawn(row.spec)
         except OSError as exc:
             return 127 if isinstance(exc, FileNotFoundError) else 126
+        row.started = self._clock.now()
         self._on_change()
         try:
             if row.stopping or self._aborted:  # asked to stop while it was being started
@@ -207,12 +211,21 @@ class Supervisor:
     async def _ask(self, rows: Sequence[Service]) -> None:
         for row in rows:
             process = row.process
-            if row.state != "starting" or process is None or not await self._probe.ready(row.spec):
+            if row.state != "starting" or process is None:
+                continue
+            if not await self._probe.ready(row.spec):
+                self._limit_start(row, process)
                 continue
             if row.process is process and row.state == "starting":  # the answer is this life's
                 row.record = Record(row.record.deaths, was_ready=True)
                 self._move(row, "ready")
                 self._on_ready(row)
+
+    def _limit_start(self, row: Service, process: Running) -> None:
+        """Kill a service that does not get ready for so long that it hangs."""
+        if row.process is process and self._clock.now() - row.started >= START_S:
+            self._on_hang(row, "it does not get ready")
+            process.send(signal.SIGKILL)
 
     async def _watch_health(self) -> None:
         while not self._over.is_set():

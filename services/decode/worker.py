@@ -25,7 +25,7 @@ from services.engine.seq import ends_with
 from services.engine.specs import choice_of, leader_of, parted_specs, seq_ids, seq_spec, tokens_of
 from services.engine.types import Reservation, SeqId, SeqOutput, SeqSpec, StepOutput
 from services.transfer import TransferReader
-from shared.errors import TransferError, TransferOver
+from shared.errors import GrammarError, TransferError, TransferOver
 from shared.ids import BlockHash, BlockId, Incarnation, RequestId
 from shared.leases import Fence, Leases
 from shared.messages import DecodeTask, FirstToken, PrefillTask, RequestState, Tokens
@@ -194,7 +194,7 @@ class DecodeWorker:
             self._engine.drop(job.seq_id)
             job.phase = Phase.RESERVING
             await self._run_here(job)
-        elif first is not None and await self._accept(job):
+        elif first is not None and await self._prepare(job) and await self._accept(job):
             self._join(job, first)
         else:
             self._engine.drop(job.seq_id)
@@ -244,11 +244,20 @@ class DecodeWorker:
 
     async def _run_here(self, job: Job) -> None:
         """Compute the prompt on this worker."""
-        if await self._accept(job):
+        if await self._prepare(job) and await self._accept(job):
             job.phase = Phase.RUNNING
             for spec in self._specs_here(job):
                 self._engine.add(spec)
             self._wake.set()
+
+    async def _prepare(self, job: Job) -> bool:
+        """What its first step needs; False: it cannot be had here, or the job is gone."""
+        try:
+            await self._engine.prepare(job.state.request.sampling)
+        except GrammarError as exc:
+            if job.seq_id in self._jobs:
+                self._fail(job, str(exc))
+        return job.seq_id in self._jobs
 
     async def _accept(self, job: Job) -> bool:
         if job.seq_id not in self._jobs:

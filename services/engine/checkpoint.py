@@ -87,13 +87,22 @@ def check_names(
 ) -> None:
     """:param stored: the file's own names. :param harmless: of these, those that may be left unread.
 
-    :raises ModelError: a tensor is missing, or is none of this model's.
+    :raises ModelError: a tensor is missing, or is none of this model's, or the spec's sizes contradict each other.
     """
+    check_sizes(spec)
     expected, found = {label(name) for name in tensor_shapes(spec)}, set(stored)
     for name in sorted(expected - found):
         raise ModelError(f"model {spec.name}: tensor {name} is missing")
     for name in sorted(found - expected - set(harmless)):
         raise ModelError(f"model {spec.name}: tensor {name} is not part of a model of this kind that this build knows")
+
+
+def check_sizes(spec: ModelSpec) -> None:
+    """:raises ModelError: sizes that no model of these kinds can have."""
+    if spec.num_heads % spec.num_kv_heads:
+        raise ModelError(f"model {spec.name}: {spec.num_heads} heads are no multiple of {spec.num_kv_heads} KV heads")
+    if spec.head_dim % 2:
+        raise ModelError(f"model {spec.name}: heads of {spec.head_dim} numbers cannot be rotated in pairs")
 
 
 def check_shape(spec: ModelSpec, label: str, got: tuple[int, ...], expected: tuple[int, ...]) -> None:

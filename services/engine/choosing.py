@@ -6,17 +6,23 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from services.engine.sampler import Choice, sample, token_logprobs
+from services.engine.grammars import Grammars
+from services.engine.sampler import AllowedTokens, Choice, sample, token_logprobs
 from services.engine.types import PlanItem, SampleSpec, StepResult
 from shared.ids import BlockDigest
 from shared.messages import TokenLogprobs
 
 
 def choose(
-    items: Sequence[PlanItem], logits: torch.Tensor, digests: tuple[BlockDigest, ...], num_threads: int
+    items: Sequence[PlanItem],
+    logits: torch.Tensor,
+    digests: tuple[BlockDigest, ...],
+    num_threads: int,
+    grammars: Grammars | None = None,
 ) -> StepResult:
     """The step's result.
 
+    :param grammars: None only where no item has a grammar.
     :param logits: of `StepBatch.logit_rows`; may be changed.
     :raises ModelError: the logits are not finite.
     """
@@ -24,12 +30,27 @@ def choose(
     if any(item.targets for item in items):
         prompt_logprobs, logits = _tell_targets(items, logits, num_threads)
     specs = [item.sample for item in items if item.sample is not None]
+    allowed, broken = _masks(items, grammars)
     if any(spec.num_choices > 1 for spec in specs):
         rows = [row for row, spec in enumerate(specs) for _ in range(spec.num_choices)]
         logits = logits[rows]
+        allowed = None if allowed is None else allowed[rows]  # choices part only after this token
         specs = [one for spec in specs for one in _choices(spec)]
-    choice = sample(logits, specs, num_threads) if specs else Choice([])
-    return StepResult(_share(items, choice.tokens), digests, _share(items, choice.logprobs, told=True), prompt_logprobs)
+    choice = sample(logits, specs, num_threads, allowed) if specs else Choice([])
+    sampled, logprobs = _share(items, choice.tokens), _share(items, choice.logprobs, told=True)
+    if broken:
+        sampled = tuple(() if i in broken else tokens for i, tokens in enumerate(sampled))
+    return StepResult(sampled, digests, logprobs, prompt_logprobs, tuple(broken.items()))
+
+
+def _masks(items: Sequence[PlanItem], grammars: Grammars | None) -> tuple[AllowedTokens | None, dict[int, str]]:
+    """Allowed tokens, a row for each item that samples; and the items whose grammar fails, with the reason."""
+    wanted = [(i, item.seq_id, item.sample) for i, item in enumerate(items) if item.sample is not None]
+    if not any(spec.sampling.grammar for _, _, spec in wanted):
+        return None, {}
+    assert grammars is not None, "this runner was made without grammars"
+    allowed, broken = grammars.masks([(seq_id, spec) for _, seq_id, spec in wanted])
+    return allowed, {wanted[row][0]: reason for row, reason in broken.items()}
 
 
 def _choices(spec: SampleSpec) -> list[SampleSpec]:

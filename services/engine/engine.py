@@ -6,6 +6,7 @@ Everything but `step` is synchronous and may be called while a step runs; the pl
 import anyio
 import structlog
 
+from services.engine.grammars import Grammars
 from services.engine.planner import Planner
 from services.engine.progress import check_result
 from services.engine.types import (
@@ -20,7 +21,7 @@ from services.engine.types import (
 )
 from shared.clock import Clock
 from shared.ids import BlockHash
-from shared.messages import FirstToken, Removed, Stored
+from shared.messages import FirstToken, Removed, SamplingParams, Stored
 from shared.offload import Offload
 
 log = structlog.get_logger(__name__)
@@ -29,11 +30,15 @@ log = structlog.get_logger(__name__)
 class Engine:
     """One KV pool, one runner, one step at a time. Knows no request and no other worker."""
 
-    def __init__(self, planner: Planner, runner: Runner, offload: Offload, clock: Clock) -> None:
+    def __init__(
+        self, planner: Planner, runner: Runner, offload: Offload, clock: Clock, grammars: Grammars | None = None
+    ) -> None:
+        """:param grammars: the runner's; None where it has none."""
         self._planner = planner
         self._runner = runner
         self._offload = offload
         self._clock = clock
+        self._grammars = grammars
         self._stepping = False
         self._run_s = 0.0  # in the runner
         self._step_s = 0.0  # in steps altogether
@@ -70,6 +75,14 @@ class Engine:
     @property
     def block_size(self) -> int:
         return self._planner.block_size
+
+    async def prepare(self, sampling: SamplingParams) -> None:
+        """What a seq of these parameters needs, before it is added or lands: its grammar compiled, off the event loop.
+
+        :raises GrammarError: it cannot be compiled here.
+        """
+        if sampling.grammar and self._grammars is not None:
+            await self._grammars.prepare(sampling.grammar)
 
     def add(self, spec: SeqSpec) -> None:
         """See `Planner.add`."""

@@ -8,20 +8,25 @@ import structlog
 
 from services.engine.block_pool import BlockPool
 from services.engine.engine import Engine
+from services.engine.grammars import Grammars
 from services.engine.load import ModelPlan, open_model
 from services.engine.planner import Planner, PlannerLimits
 from services.engine.runner import ModelRunner, configure_threads
 from shared.clock import Clock
 from shared.config import EngineConfig, Settings
 from shared.errors import ConfigError
+from shared.grammar import Vocabulary
 from shared.host_memory import free_memory_bytes
 from shared.ids import Incarnation, WorkerId
 from shared.messages import PROTOCOL_VERSION, Endpoint, Registration, Role
 from shared.model_path import model_name, resolve
-from shared.offload import Offload
+from shared.offload import Offload, ThreadOffload
+from shared.tokenizer import load_tokenizer
 
 log = structlog.get_logger(__name__)
 WARM_UP_TOKENS = 64
+MAX_PLACES_PER_SEQ = 4
+"""Places in grammars kept between steps: of the seqs in the batch, and of some that were preempted."""
 ENGINE_COUNTERS = (
     "preemptions",
     "prompt_tokens_computed",
@@ -98,9 +103,10 @@ class EngineHost:
         """
         started = clock.now()
         cfg = self.settings.engine
-        runner = await offload.run(self._load, buffer)
+        grammars = Grammars(self._vocabulary, ThreadOffload(1), MAX_PLACES_PER_SEQ * cfg.max_num_seqs)
+        runner = await offload.run(self._load, buffer, grammars)
         pool = BlockPool(self.num_blocks, cfg.block_size)
-        engine = Engine(Planner(pool, self._limits(cfg)), runner, offload, clock)
+        engine = Engine(Planner(pool, self._limits(cfg)), runner, offload, clock, grammars)
         log.info(
             "engine.ready",
             model=self.model.spec.name,
@@ -109,6 +115,7 @@ class EngineHost:
             weights_mib=self.model.weight_bytes >> 20,
             blocks=self.num_blocks,
             kv_mib=self.num_blocks * self.block_bytes >> 20,
+            kv_bytes_per_token=self.model.kv.token_bytes,
             context_tokens=self.num_blocks * cfg.block_size,
             seqs_at_2k=self.num_blocks * cfg.block_size // 2048,
             max_model_len=self.max_model_len,
@@ -124,7 +131,10 @@ class EngineHost:
             prefix_caching=cfg.prefix_caching,
         )
 
-    def _load(self, buffer: memoryview) -> ModelRunner:
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(load_tokenizer(resolve(self.settings.model.path)), self.model.spec.vocab_size)
+
+    def _load(self, buffer: memoryview, grammars: Grammars) -> ModelRunner:
         cfg = self.settings
         runner = ModelRunner(
             self.model.load(),
@@ -133,6 +143,7 @@ class EngineHost:
             block_size=cfg.engine.block_size,
             kv_dtype=self.model.kv_dtype,
             num_threads=cfg.worker.num_threads,
+            grammars=grammars,
         )
         runner.warm_up(min(WARM_UP_TOKENS, cfg.engine.max_num_batched_tokens, self.max_model_len - 1))
         return runner

@@ -7,8 +7,9 @@ from typing import Literal
 KVDtype = Literal["float32", "float16", "bfloat16", "int8", "fp8"]
 """`int8` and `fp8` (e4m3) with a float32 scale per token, head and K or V."""
 
-WeightDtype = Literal["auto", "float32"]
-"""`auto`: 4- and 8-bit weights as stored and all others in 8 bits, activations in 8 bits; `float32`: exact."""
+WeightDtype = Literal["auto", "int8", "float32"]
+"""`auto`: 4- and 8-bit weights as stored and all others in 8 bits, in groups of 32; `int8`: all in 8 bits, one scale
+per output; both with activations in 8 bits. `float32`: exact."""
 
 DTYPE_BYTES: dict[KVDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
 _SCALE_BYTES: dict[KVDtype, int] = {"int8": 4, "fp8": 4}

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kernels.packing import OUTS, Format, interleave, pack_f32, pack_q4, pack_q8, packed_bytes, quantise_q8
+from kernels.packing import (
+    OUTS,
+    Format,
+    interleave,
+    pack_f32,
+    pack_q4,
+    pack_q8,
+    packed_bytes,
+    quantise_channels,
+    quantise_q8,
+)
 from services.engine.checkpoint import Checkpoint, check_shape
 from services.engine.model_spec import WeightDtype, tensor_shapes
 
@@ -46,6 +56,7 @@ class Entry:
 class PackPlan:
     entries: tuple[Entry, ...]
     num_bytes: int
+    dtype: WeightDtype
 
 
 def plan_pack(checkpoint: Checkpoint, dtype: WeightDtype) -> PackPlan:
@@ -67,14 +78,15 @@ def fill(checkpoint: Checkpoint, plan: PackPlan, buffer: Buffer) -> None:
     :raises ModelError: a tensor is missing, of an unknown type, or of another shape than the spec says.
     """
     for entry in plan.entries:
-        data = _vector(checkpoint, entry) if entry.fmt is None else _matrix(checkpoint, entry, entry.fmt)
+        data = _vector(checkpoint, entry) if entry.fmt is None else _matrix(checkpoint, entry, entry.fmt, plan.dtype)
         assert data.nbytes == entry.num_bytes, f"{entry.name}: {data.nbytes} bytes, planned {entry.num_bytes}"
         buffer[entry.offset : entry.offset + entry.num_bytes] = data
 
 
 class _Planner:
     def __init__(self, checkpoint: Checkpoint, dtype: WeightDtype) -> None:
-        self._checkpoint, self._dtype = checkpoint, dtype
+        self._checkpoint = checkpoint
+        self._dtype: WeightDtype = dtype
         self._shapes = tensor_shapes(checkpoint.spec)
         self._entries: list[Entry] = []
 
@@ -108,7 +120,7 @@ class _Planner:
 
     def plan(self) -> PackPlan:
         last = self._entries[-1]
-        return PackPlan(tuple(self._entries), _aligned(last.offset + last.num_bytes))
+        return PackPlan(tuple(self._entries), _aligned(last.offset + last.num_bytes), self._dtype)
 
     def _qkv(self, at: str, sources: tuple[str, ...]) -> None:
         """One matrix where blocks of 16 outputs and one format allow it, else one per projection."""
@@ -123,7 +135,7 @@ class _Planner:
     def _format(self, source: str) -> Format:
         if self._dtype == "float32":
             return Format.F32
-        return Format.Q4 if self._checkpoint.bits(source) == 4 else Format.Q8
+        return Format.Q4 if self._dtype == "auto" and self._checkpoint.bits(source) == 4 else Format.Q8
 
     def _add(self, entry: Entry) -> None:
         offset = 0
@@ -150,17 +162,17 @@ def _vector(checkpoint: Checkpoint, entry: Entry) -> Buffer:
     return np.ascontiguousarray(np.concatenate(parts), dtype=np.float32).view(np.uint8)
 
 
-def _matrix(checkpoint: Checkpoint, entry: Entry, fmt: Format) -> Buffer:
+def _matrix(checkpoint: Checkpoint, entry: Entry, fmt: Format, dtype: WeightDtype) -> Buffer:
     parts = []
     for name, rows in zip(entry.sources, entry.source_rows, strict=True):
-        parts.append(_pack(checkpoint, name, fmt, (rows, entry.num_inputs)))
+        parts.append(_pack(checkpoint, name, fmt, (rows, entry.num_inputs), dtype))
     if entry.in_turns:
         return interleave(parts[0], parts[1], packed_bytes(fmt, OUTS, entry.num_inputs))
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def _pack(checkpoint: Checkpoint, name: str, fmt: Format, shape: tuple[int, int]) -> Buffer:
-    if (fmt, checkpoint.bits(name)) in ((Format.Q4, 4), (Format.Q8, 8)):
+def _pack(checkpoint: Checkpoint, name: str, fmt: Format, shape: tuple[int, int], dtype: WeightDtype) -> Buffer:
+    if dtype == "auto" and (fmt, checkpoint.bits(name)) in ((Format.Q4, 4), (Format.Q8, 8)):
         groups = checkpoint.read_groups(name)
         check_shape(checkpoint.spec, checkpoint.label(name), groups.q.shape, shape)
         if groups.minimum is None:
@@ -168,4 +180,6 @@ def _pack(checkpoint: Checkpoint, name: str, fmt: Format, shape: tuple[int, int]
         return pack_q4(groups.q.view(np.uint8), groups.scale, groups.minimum)
     weights = checkpoint.read(name).numpy()
     check_shape(checkpoint.spec, checkpoint.label(name), weights.shape, shape)
-    return pack_f32(weights) if fmt == Format.F32 else pack_q8(*quantise_q8(weights))
+    if fmt == Format.F32:
+        return pack_f32(weights)
+    return pack_q8(*(quantise_channels if dtype == "int8" else quantise_q8)(weights))

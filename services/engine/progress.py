@@ -30,13 +30,18 @@ class _Report:
     outputs: list[SeqOutput] = field(default_factory=list)
     filled: list[Filled] = field(default_factory=list)
     started: list[SeqId] = field(default_factory=list)
+    failed: list[tuple[SeqId, str]] = field(default_factory=list)
 
 
 def check_result(plan: StepPlan, result: StepResult) -> None:
     """Assert that a runner answered what it was asked."""
     assert len(result.sampled) == len(plan.items), "results and plan items differ in number"
     assert len(result.digests) == len(plan.digest_blocks), "digests and planned blocks differ in number"
-    for item, sampled in zip(plan.items, result.sampled, strict=True):
+    failed = {index for index, _ in result.failed}
+    for i, (item, sampled) in enumerate(zip(plan.items, result.sampled, strict=True)):
+        if i in failed:
+            assert not sampled, f"seq {item.seq_id}: tokens of a failed item"
+            continue
         assert bool(sampled) == (item.sample is not None), f"seq {item.seq_id}: {len(sampled)} tokens sampled"
         wanted = item.sample.num_choices if item.sample else 1
         assert wanted == 1 or len(sampled) == wanted, f"seq {item.seq_id}: {len(sampled)} tokens for {wanted} choices"
@@ -80,11 +85,14 @@ class Progress:
         for block, digest in zip(plan.digest_blocks, result.digests, strict=True):
             self._pool.set_digest(block, digest)
         report = _Report()
+        failed = dict(result.failed)
         logprobs = result.logprobs or repeat(())
         for i, (item, sampled, told) in enumerate(zip(plan.items, result.sampled, logprobs, strict=False)):
             seq = self._roster.get(item.seq_id)
             assert seq is not None
-            if seq.state is SeqState.ABORTED:
+            if seq.state is SeqState.ABORTED or i in failed:
+                if seq.state is not SeqState.ABORTED:
+                    report.failed.append((item.seq_id, failed[i]))
                 self._retire(seq)
                 continue
             self._advance(seq, item, report)
@@ -101,6 +109,7 @@ class Progress:
             filled=tuple(report.filled),
             kv_events=self._pool.drain_events(),
             started=tuple(report.started),
+            failed=tuple(report.failed),
             num_tokens=plan.num_tokens,
             num_preempted=num_preempted,
         )

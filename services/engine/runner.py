@@ -4,6 +4,7 @@ import torch
 
 from kernels.kv_rows import row_items
 from services.engine.choosing import choose
+from services.engine.grammars import Grammars
 from services.engine.model import Model
 from services.engine.model_spec import KVDtype, ModelSpec, kv_spec
 from services.engine.step_batch import build_batch
@@ -55,6 +56,7 @@ class ModelRunner:
         block_size: int,
         kv_dtype: KVDtype = "float32",
         num_threads: int = 1,
+        grammars: Grammars | None = None,
     ) -> None:
         """:param region: writable, contiguous, `num_blocks * block_bytes` long. Kept until `close`."""
         spec = model.spec
@@ -62,7 +64,7 @@ class ModelRunner:
         self.num_blocks, self.block_size = num_blocks, block_size
         assert not region.readonly, "the region must be writable"
         assert region.nbytes == num_blocks * self.block_bytes, "the region must hold exactly num_blocks blocks"
-        self._model, self._num_threads = model, num_threads
+        self._model, self._num_threads, self._grammars = model, num_threads, grammars
         self._bytes = region.cast("B")
         self._pool = view_pool(self._bytes, num_blocks, spec, block_size, kv_dtype)
 
@@ -81,7 +83,7 @@ class ModelRunner:
             return StepResult((), self._digests(plan))
         batch = build_batch(plan.items, self.block_size)
         logits = self._model.forward(batch, self._pool, self._num_threads)
-        return choose(plan.items, logits, self._digests(plan), self._num_threads)
+        return choose(plan.items, logits, self._digests(plan), self._num_threads, self._grammars)
 
     def warm_up(self, num_tokens: int) -> None:
         """Run one prompt chunk and one decode step, so that the first request pays for no first use. Writes into

@@ -77,6 +77,7 @@ class StepResult:
     digests: tuple[BlockDigest, ...] = ()
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # of `sampled`, as asked; () where no item asked
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # of `targets`; () where no item has any
+    failed: tuple[tuple[int, str], ...] = ()  # items that alone could not go on, and why: they have no new tokens
 
 
 class Runner(Protocol):

@@ -20,6 +20,7 @@ from services.gateway.endpoints import ChatEndpoint, CompletionsEndpoint, Parts
 from services.gateway.errors import error_response, on_crash, on_http_exception
 from services.gateway.gate import Gate
 from services.gateway.generation import Services
+from services.gateway.grammar_check import GrammarChecker
 from services.gateway.params import unknown_model
 from services.gateway.ports import NullObserver, Observer, RequestPort
 from services.gateway.prepare import Preparer
@@ -42,6 +43,7 @@ def build_app(
     clock: Clock,
     randomness: Randomness,
     offload: Offload,
+    grammars: GrammarChecker,
     observer: Observer | None = None,
     gate: Gate | None = None,
     extra_routes: Sequence[BaseRoute] = (),
@@ -64,6 +66,7 @@ def build_app(
         config=config,
         offload=offload,
         randomness=randomness,
+        grammars=grammars,
     )
     endpoints = {"completions": CompletionsEndpoint(parts), "chat": ChatEndpoint(parts)}
     models = _Models(model_name, created=int(clock.wall()))
@@ -77,7 +80,7 @@ def build_app(
         ],
         middleware=[*_cors(config), Middleware(Edge, gate=gate, randomness=randomness, observer=observer)],
         exception_handlers={HTTPException: on_http_exception, Exception: on_crash},
-        lifespan=_drain(streams, gate),
+        lifespan=_drain(streams, grammars, gate),
     )
     app.state.streams, app.state.parts, app.state.endpoints = streams, parts, endpoints
     return app
@@ -99,14 +102,17 @@ def _cors(config: GatewayConfig) -> list[Middleware]:
     ]
 
 
-def _drain(streams: Streams, gate: Gate | None) -> Any:
+def _drain(streams: Streams, grammars: GrammarChecker, gate: Gate | None) -> Any:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(streams.run)
             if gate is not None:
                 tasks.start_soon(gate.run)
-            yield
+            try:
+                yield
+            finally:
+                await grammars.aclose()
             tasks.cancel_scope.cancel()
 
     return lifespan

@@ -18,6 +18,7 @@ from services.gateway.errors import ApiError, bad_field, error_response, interna
 from services.gateway.fields import Fields
 from services.gateway.gate import Caller, caller_of
 from services.gateway.generation import Generation, Services, Usage
+from services.gateway.grammar_check import GrammarChecker
 from services.gateway.logprobs import LogprobWriter
 from services.gateway.params import Params, check_model, read_params
 from services.gateway.prepare import Limits, Preparer, PromptTokens, live_limits
@@ -54,6 +55,7 @@ class Parts:
     config: GatewayConfig
     offload: Offload
     randomness: Randomness
+    grammars: GrammarChecker
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,8 @@ class Endpoint(ABC):
         preparer = parts.preparer.for_tenant(tenant)
         prompts = await self._prompts(fields, limits, preparer)
         default = self._default_max_tokens()
-        requests = preparer.requests(response_id, prompts, params, limits, default, randomness)
+        grammar = "" if params.grammar is None else await parts.grammars.check(params.grammar)
+        requests = preparer.requests(response_id, prompts, params, limits, default, randomness, grammar)
         created, wanted = int(parts.services.clock.wall()), fields.get("prompt_logprobs") not in (None, False)
         writer = LogprobWriter(parts.services.tokenizer, is_on=params.wants_logprobs)
         prompts = [r.token_ids for r in requests for _ in range(r.num_choices)] if wanted else ()

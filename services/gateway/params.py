@@ -8,6 +8,7 @@ from services.gateway.choice import Shown
 from services.gateway.errors import ApiError, bad_field
 from services.gateway.fields import Fields, checked_text
 from services.gateway.output_params import Changes, read_changes, read_choices, read_shown, wants_logprobs
+from services.gateway.structured import GrammarAsk, read_grammar
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -40,11 +41,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
             "audio",
             "prediction",
             "chat_template",
-            "structured_outputs",
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
-            "guided_grammar",
             "json_schema",
             "grammar",
             "web_search_options",
@@ -58,7 +54,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,),
@@ -85,6 +80,7 @@ class Params:
     shown: Shown = field(default_factory=Shown)
     priority: int = 0
     wants_logprobs: bool = False
+    grammar: GrammarAsk | None = None
 
 
 def refuse_unsupported(fields: Fields) -> None:
@@ -128,6 +124,7 @@ def read_params(fields: Fields, *, chat: bool) -> Params:
         shown=read_shown(fields, stop, chat=chat, prompt_only=max_tokens == 0, scored=best_of > n),
         wants_logprobs=wants_logprobs(fields),
         priority=fields.integer("priority", -_PRIORITIES, _PRIORITIES) or 0,
+        grammar=read_grammar(fields),
     )
 
 

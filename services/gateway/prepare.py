@@ -98,9 +98,11 @@ class Preparer:
         limits: Limits,
         default_max_tokens: int,
         randomness: Randomness | None = None,
+        grammar: str = "",
     ) -> list[GenerateRequest]:
         """One request for each prompt. `name` is the response's id.
 
+        :param grammar: as `GrammarChecker.check` gave it.
         :param randomness: where seeds come from that the client left out; None: anywhere.
         :raises ApiError: 400, prompt and `max_tokens` do not fit together.
         """
@@ -133,6 +135,7 @@ class Preparer:
                         logit_bias=changes.logit_bias,
                         logprobs=changes.logprobs,
                         prompt_logprobs=changes.prompt_logprobs,
+                        grammar=grammar,
                     ),
                     priority=params.priority,
                     num_choices=params.best_of,

@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from services.gateway.app import build_app
 from services.gateway.gate import Gate
+from services.gateway.grammar_check import ProcessGrammarChecker
 from services.gateway.keeper import Keeper
 from services.gateway.observer import PrometheusObserver
 from services.gateway.queue_ingress import QueueIngress
@@ -157,6 +158,9 @@ async def serve(process: Process) -> None:
         clock=process.clock,
         randomness=process.randomness,
         offload=offload,
+        grammars=ProcessGrammarChecker(
+            path, timeout_s=settings.gateway.grammar_timeout_s, max_bytes=settings.gateway.max_grammar_bytes
+        ),
         observer=PrometheusObserver(metrics),
         gate=gate_of(process),
         extra_routes=probe_routes(probes),

@@ -19,6 +19,7 @@ from services.engine.engine import Engine
 from services.engine.specs import choice_of, leader_of, seq_ids, seq_spec, tokens_of
 from services.engine.types import Filled, SeqId, SeqOutput, StepOutput
 from services.transfer import Offer, TransferSource
+from shared.errors import GrammarError
 from shared.ids import BlockHash, Incarnation, RequestId
 from shared.leases import Fence, Leases
 from shared.messages import DecodeTask, PrefillTask, RequestState
@@ -100,9 +101,27 @@ class PrefillWorker:
         self._jobs[job.seq_id] = job
         self._by_request[task.request_id] = job.seq_id
         self.counts.requests += 1
-        self._engine.add(seq_spec(job.state, ids, self._engine.block_size, prefill_only=True))
         self._start(self._settle, job)
+        if state.request.sampling.grammar:
+            self._start(self._prepare, job)
+        else:
+            self._add(job)
+
+    def _add(self, job: Job) -> None:
+        ids = seq_ids(job.fence.request_id, job.fence.epoch, job.state.request.num_choices)
+        self._engine.add(seq_spec(job.state, ids, self._engine.block_size, prefill_only=True))
         self._wake.set()
+
+    async def _prepare(self, job: Job) -> None:
+        """Compile the job's grammar beside the steps, then add it."""
+        try:
+            await self._engine.prepare(job.state.request.sampling)
+        except GrammarError as exc:
+            if job.seq_id in self._jobs:
+                self._fail(job, str(exc))
+            return
+        if job.seq_id in self._jobs:
+            self._add(job)
 
     def cancel(self, request_id: RequestId, epoch: int, reason: str) -> None:
         seq_id = self._by_request.get(request_id)

@@ -131,6 +131,8 @@ class Chaos:
         start = server.start if victim == REDIS else lambda: self._stack.start(victim)
         await anyio.to_thread.run_sync(kill)
         await anyio.sleep(away_s)
+        if victim == REDIS and self._plan.wipe:
+            server.forget()
         await anyio.to_thread.run_sync(start)
 
     async def _keep_alive(self) -> None:
@@ -143,8 +145,9 @@ class Chaos:
                     if name == "gateway":
                         self._watch.died()
                     self._stack.start(name)
+            num_deaths = self._watch.num_deaths
             if "gateway" not in self._away and await anyio.to_thread.run_sync(self._stack.is_ready, "gateway"):
-                self._watch.is_back()
+                self._watch.is_back(num_deaths)
 
     def _settle(self) -> None:
         """Everybody back, then nothing left of all that work."""
@@ -198,10 +201,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--period", type=float, default=5.0, help="seconds between two kills")
     parser.add_argument("--freeze", action="store_true", help="some are stopped for longer than the lease, not killed")
+    parser.add_argument("--wipe", action="store_true", help="Redis comes back empty")
     parser.add_argument("--max-tokens", type=int, default=320)
     parser.add_argument("--model", choices=("tiny", "default"), default="tiny")
     args = parser.parse_args()
-    plan = ChaosPlan(args.seed, args.requests, args.seconds, args.period, 2, args.max_tokens, args.freeze)
+    plan = ChaosPlan(args.seed, args.requests, args.seconds, args.period, 2, args.max_tokens, args.wipe, args.freeze)
     if args.model == "default":
         path, blocks = resolve(""), 0
     else:

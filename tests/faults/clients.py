@@ -18,7 +18,8 @@ from tests.faults.plan import Ask
 from tests.oracle.oracle import Greedy, Oracle, first_difference
 
 RETRY_S = 0.1
-GIVE_UP_S = 120.0
+GIVE_UP_S = 240.0
+"""A client's patience. Long, as on a small machine with much killed, restarts are most of the time."""
 REFUSALS = ("no_worker", "unavailable", "queue_full")
 """What a gateway may say instead of an answer; the client then asks again."""
 
@@ -47,8 +48,13 @@ class GatewayWatch:
     def died(self) -> None:
         self._away.append((time.monotonic(), float("inf")))
 
-    def is_back(self) -> None:
-        if self._away:
+    @property
+    def num_deaths(self) -> int:
+        return len(self._away)
+
+    def is_back(self, num_deaths: int) -> None:
+        """It answered, asked after so many deaths: it may have died again since."""
+        if self._away and num_deaths == len(self._away) and self._away[-1][1] == float("inf"):
             self._away[-1] = (self._away[-1][0], time.monotonic())
 
     def was_away(self, since: float, until: float) -> bool:

@@ -46,6 +46,7 @@ class ChaosPlan:
     period_s: float = 5.0
     redis_dies_at: int = 2  # the number of the blow (from 0) that hits Redis; the only one that does
     max_tokens: int = 320
+    wipe: bool = False  # Redis comes back empty, as a new one would; then nobody uses its queue
     freeze: bool = False  # every third blow is a SIGSTOP, but for the gateway and Redis, whose clients would wait
 
     def asks(self) -> list[Ask]:
@@ -58,7 +59,7 @@ class ChaosPlan:
             Ask(
                 number=i,
                 at_s=self.arrive_s * i / self.num_requests,
-                kind=draw.choices(("stream", "whole", "queue"), (5, 3, 2))[0],
+                kind=draw.choices(("stream", "whole", "queue"), (5, 3, 0 if self.wipe else 2))[0],
                 prompt=draw.choice(prompts),
                 max_tokens=self._length(draw),
             )

@@ -22,7 +22,7 @@ NUM_TOKENS = 800
 @pytest.fixture(scope="module")
 def cell(tiny_model: Path) -> Iterator[Stack]:
     """Aggregated. A gateway that is silent for 3 s is buried."""
-    settings = {"lease__heartbeat_s": 0.3, "lease__lease_s": 2.0, "gateway__queue_timeout_s": 3.0}
+    settings = {"lease__heartbeat_s": 0.3, "lease__lease_s": 2.0, "gateway__queue_timeout_s": 5.0}
     with Stack(prefill=0, decode=1, model__path=tiny_model, engine__num_blocks=400, **settings) as stack:
         yield stack
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kernels.cpu import body as cpu
+from kernels.kv_rows import CACHE_DTYPES
 from kernels.reference import body as reference
 
 STORE: dict[str, Callable[..., None]] = {
@@ -36,6 +37,6 @@ def attend_cpp(request: pytest.FixtureRequest) -> Callable[..., None]:
     return ATTEND[request.param]
 
 
-@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d).removeprefix("torch."))
+@pytest.fixture(params=CACHE_DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 def cache_dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.kv_rows import decode_rows, encode_rows, row_items
+
 NUM_LAYERS, LAYER = 3, 1
 
 
@@ -11,7 +13,7 @@ NUM_LAYERS, LAYER = 3, 1
 class PagedBatch:
     """Seqs of `contexts` tokens whose last `rows` are new, scattered over a block-major pool."""
 
-    pool: torch.Tensor  # [num_blocks, kv_heads, layers, 2, block_size, head_dim]
+    pool: torch.Tensor  # [num_blocks, kv_heads, layers, 2, block_size, row]
     cache: torch.Tensor  # one layer's view
     q: torch.Tensor  # [num_rows, heads, head_dim]
     keys: list[torch.Tensor]  # per seq [context, kv_heads, head_dim]
@@ -51,12 +53,18 @@ def make_batch(
     num_blocks = sum(needed) + 3
     order = torch.randperm(num_blocks, generator=gen).tolist()
     tables = [[order.pop() for _ in range(n)] for n in needed]
-    pool = torch.full((num_blocks, kv_heads, NUM_LAYERS, 2, block_size, head_dim), float("nan"), dtype=dtype)
+    num_bytes = row_items(head_dim, dtype) * dtype.itemsize
+    pool = torch.full((num_blocks, kv_heads, NUM_LAYERS, 2, block_size, num_bytes), 255, dtype=torch.uint8).view(dtype)
     shape = (kv_heads, head_dim)
-    keys = [torch.randn(c, *shape, generator=gen).to(dtype).float() for c in contexts]
-    values = [torch.randn(c, *shape, generator=gen).to(dtype).float() for c in contexts]
+    keys = [_as_kept(torch.randn(c, *shape, generator=gen), dtype) for c in contexts]
+    values = [_as_kept(torch.randn(c, *shape, generator=gen), dtype) for c in contexts]
     q = torch.randn(sum(rows), heads, head_dim, generator=gen)
     return PagedBatch(pool, pool[:, :, LAYER], q, keys, values, tables, contexts, rows)
+
+
+def _as_kept(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rounded to what the pool can hold, so that nothing but the arithmetic may differ."""
+    return decode_rows(encode_rows(x, dtype))
 
 
 def fill(batch: PagedBatch, store) -> None:
@@ -64,17 +72,19 @@ def fill(batch: PagedBatch, store) -> None:
         store(batch.keys[seq], batch.values[seq], batch.cache, batch.slots(seq))
 
 
-def expected(batch: PagedBatch, scale: float) -> torch.Tensor:
-    """softmax(q k^T scale) v, row by row, in float64, from the dense keys and values."""
+def expected(batch: PagedBatch, scale: float, *, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+    """softmax(q k^T scale) v, row by row, in float64, from the dense keys and values of the tokens in the window."""
     out, first = torch.empty_like(batch.q), 0
     group = batch.q.shape[1] // batch.cache.shape[1]
     for seq, (context, rows) in enumerate(zip(batch.contexts, batch.rows, strict=True)):
         for r in range(rows):
-            seen = context - rows + r + 1
+            end = context - rows + r + 1
+            seen = slice(max(0, end - window) if window else 0, end)
             for head in range(batch.q.shape[1]):
-                k = batch.keys[seq][:seen, head // group].double()
-                v = batch.values[seq][:seen, head // group].double()
-                weights = torch.softmax(k @ batch.q[first + r, head].double() * scale, dim=0)
-                out[first + r, head] = (weights @ v).float()
+                k = batch.keys[seq][seen, head // group].double()
+                v = batch.values[seq][seen, head // group].double()
+                scores = k @ batch.q[first + r, head].double() * scale
+                scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+                out[first + r, head] = (torch.softmax(scores, dim=0) @ v).float()
         first += rows
     return out

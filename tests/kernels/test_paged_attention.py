@@ -1,6 +1,7 @@
 """Paged attention against the textbook formula, and its promise of equal bits."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -9,15 +10,16 @@ from hypothesis import strategies as st
 
 from kernels import ops
 from kernels.cpu import body as cpu
+from kernels.kv_rows import CACHE_DTYPES
 from kernels.reference import body as reference
 from tests.kernels.paged import expected, fill, make_batch
 
 SCALE = 0.125
 
 
-def run(attend, batch, num_threads=1):
+def run(attend, batch, num_threads=1, **options):
     out = torch.full_like(batch.q, float("nan"))
-    attend(out, batch.q, batch.cache, *batch.metadata, SCALE, num_threads)
+    attend(out, batch.q, batch.cache, *batch.metadata, SCALE, num_threads, **options)
     return out
 
 
@@ -31,11 +33,40 @@ def test_a_mixed_batch_equals_the_formula(attend, cache_dtype, heads, kv_heads):
 
 @pytest.mark.parametrize("head_dim", [4, 8, 24, 80, 128])
 @pytest.mark.parametrize("block_size", [1, 5, 16, 64])
-def test_any_head_dim_and_block_size(attend, head_dim, block_size):
+def test_any_head_dim_and_block_size(attend, head_dim, block_size, cache_dtype):
     """A tile of keys may span blocks, or lie within one."""
-    batch = make_batch([37, 65], [3, 40], head_dim=head_dim, block_size=block_size)
+    batch = make_batch([37, 65], [3, 40], head_dim=head_dim, block_size=block_size, dtype=cache_dtype)
     fill(batch, reference.store_kv)
     torch.testing.assert_close(run(attend, batch), expected(batch, SCALE), rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("window", [1, 5, 31, 32, 33, 64, 100, 1000])
+def test_a_window_hides_what_is_older(attend, cache_dtype, window):
+    """Decode rows and chunks whose rows' windows begin in different tiles, or before the seq; borders of tiles."""
+    batch = make_batch([1, 150, 101, 70], [1, 1, 101, 37], dtype=cache_dtype, head_dim=16)
+    fill(batch, reference.store_kv)
+    got = run(attend, batch, window=window)
+    torch.testing.assert_close(got, expected(batch, SCALE, window=window), rtol=1e-5, atol=3e-6)
+
+
+def test_tokens_before_every_window_are_not_read(attend_cpp):
+    """Whole tiles before it may hold anything: another seq may have their blocks by now."""
+    batch = make_batch([200], [9], block_size=32, head_dim=16)
+    fill(batch, reference.store_kv)
+    for block in batch.tables[0][:5]:  # tokens 0-159; the first row's window begins at 160
+        batch.cache[block] = float("nan")
+    got = run(attend_cpp, batch, window=32)
+    torch.testing.assert_close(got, expected(batch, SCALE, window=32), rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 4.0, 50.0])
+def test_scores_are_capped(attend, softcap):
+    """cap * tanh(score / cap), for scores far below the cap and far above it."""
+    batch = make_batch([70, 40], [70, 1])
+    batch.q[::2] *= 30
+    fill(batch, reference.store_kv)
+    got = run(attend, batch, softcap=softcap, window=50)
+    torch.testing.assert_close(got, expected(batch, SCALE, softcap=softcap, window=50), rtol=2e-5, atol=5e-6)
 
 
 def test_large_scores_do_not_overflow(attend):
@@ -53,16 +84,27 @@ def test_a_row_has_the_same_bits_alone_chunked_and_in_company(data):
     context = data.draw(st.integers(1, 140))
     simd = data.draw(st.booleans())
     sizes = st.sampled_from([1, 4, 16, 32])
-    whole = make_batch([context], [context], block_size=data.draw(sizes), heads=6, kv_heads=2, head_dim=16, seed=5)
+    dtype = data.draw(st.sampled_from(list(CACHE_DTYPES)))
+    whole = make_batch(
+        [context], [context], block_size=data.draw(sizes), heads=6, kv_heads=2, head_dim=16, seed=5, dtype=dtype
+    )
     fill(whole, reference.store_kv)
-    attend = lambda *args: cpu.paged_attention(*args, simd=simd)  # noqa: E731
+    window, softcap = data.draw(st.sampled_from([0, 1, 20, 33, 70])), data.draw(st.sampled_from([0.0, 2.0]))
+    attend = partial(cpu.paged_attention, simd=simd, window=window, softcap=softcap)
     want = run(attend, whole)
 
     end = data.draw(st.integers(1, context))
     rows = data.draw(st.integers(1, end))
     others = data.draw(st.lists(st.integers(1, 50), max_size=3))
     mixed = make_batch(
-        [end, *others], [rows, *others], block_size=data.draw(sizes), heads=6, kv_heads=2, head_dim=16, seed=7
+        [end, *others],
+        [rows, *others],
+        block_size=data.draw(sizes),
+        heads=6,
+        kv_heads=2,
+        head_dim=16,
+        seed=7,
+        dtype=dtype,
     )
     mixed.keys[0], mixed.values[0] = whole.keys[0][:end], whole.values[0][:end]
     mixed.q[:rows] = whole.q[end - rows : end]

@@ -5,21 +5,22 @@ import torch
 
 from kernels import ops
 from kernels.cpu import body as cpu
+from kernels.kv_rows import decode_rows, encode_rows
 from tests.kernels.paged import LAYER, make_batch
 
 
 def test_tokens_land_in_their_slots_and_nowhere_else(store, cache_dtype):
     """Each token's key and value are found at its slot of its layer; every other byte is as before."""
     batch = make_batch([21, 5], [1, 1], block_size=8, dtype=cache_dtype)
-    before = batch.pool.clone()
+    want = batch.pool.clone().view(torch.uint8)
     for seq in (0, 1):
         store(batch.keys[seq], batch.values[seq], batch.cache, batch.slots(seq))
-    want = before
     for seq in (0, 1):
         for position, slot in enumerate(batch.slots(seq).tolist()):
-            want[slot // 8, :, LAYER, 0, slot % 8] = batch.keys[seq][position].to(cache_dtype)
-            want[slot // 8, :, LAYER, 1, slot % 8] = batch.values[seq][position].to(cache_dtype)
-    torch.testing.assert_close(batch.pool, want, rtol=0, atol=0, equal_nan=True)
+            for kv, rows in enumerate((batch.keys, batch.values)):
+                kept = encode_rows(rows[seq][position], cache_dtype).view(torch.uint8)
+                want[slot // 8, :, LAYER, kv, slot % 8] = kept
+    assert torch.equal(batch.pool.view(torch.uint8), want)
 
 
 def test_padding_is_not_stored(store):
@@ -63,7 +64,60 @@ def test_a_slot_outside_the_pool_raises_and_writes_nothing(cache_dtype):
     slots[2] = batch.cache.shape[0] * 16
     with pytest.raises(IndexError, match="outside the pool"):
         cpu.store_kv(batch.keys[0], batch.values[0], batch.cache, slots)
-    torch.testing.assert_close(batch.pool, before, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(batch.pool.view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.mark.parametrize("simd", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_eight_bit_rows_equal_the_reference(dtype, simd):
+    """Bit for bit, number and scale: rows of very different sizes, ties, tiny numbers, zeros."""
+    gen = torch.Generator().manual_seed(0)
+    x = torch.randn(600, 1, 64, generator=gen) * 10.0 ** torch.randint(-25, 25, (600, 1, 1), generator=gen)
+    x[::7] = x[::7].sign() * 2.0 ** torch.randint(-14, 9, x[::7].shape, generator=gen)  # down to subnormal e4m3
+    x[1::7] = torch.randint(-254, 255, x[1::7].shape, generator=gen).float() / 2  # halves: ties
+    x[1::7, :, 0] = 127.0
+    ties = torch.arange(-895, 897, 2).float().view(-1, 1, 64)  # between two numbers of 448's binade
+    x = torch.cat([x, ties.clamp(-448, 448), torch.zeros(1, 1, 64), torch.full((1, 1, 64), 1e-38)])
+    cache = torch.zeros(len(x), 1, 2, 1, 68, dtype=torch.uint8).view(dtype)
+    cpu.store_kv(x, -x, cache, torch.arange(len(x), dtype=torch.int32), simd=simd)
+    assert torch.equal(cache[:, :, 0, 0].view(torch.uint8), encode_rows(x, dtype).view(torch.uint8))
+    assert torch.equal(cache[:, :, 1, 0].view(torch.uint8), encode_rows(-x, dtype).view(torch.uint8))
+    error = (decode_rows(encode_rows(x, dtype)) - x).abs()
+    most = x.abs().amax(-1, keepdim=True)
+    step = most / 254 if dtype == torch.int8 else x.abs() / 16
+    floor = most * 2.0**-18 + 1e-30
+    assert (error <= step * 1.001 + floor).all()
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_row_that_is_not_finite_is_read_as_nan(store, dtype, bad):
+    """A broken key must not be rounded into a number; its neighbours stay."""
+    k = torch.randn(3, 2, 16)
+    k[1, 0, 5] = bad
+    cache = torch.zeros(1, 2, 2, 4, 20, dtype=torch.uint8).view(dtype)
+    store(k, k, cache, torch.arange(3, dtype=torch.int32))
+    kept = decode_rows(cache[0, :, 0, :3])
+    assert kept[0, 1].isnan().all()
+    assert kept[0, [0, 2]].isfinite().all()
+    assert kept[1].isfinite().all()
+
+
+@pytest.mark.parametrize("simd", [True, False])
+def test_every_eight_bit_float_is_read_as_torch_reads_it(simd):
+    """All finite e4m3 numbers, one per row beside the largest: attention over a single token returns its value."""
+    every = torch.arange(256, dtype=torch.uint8)
+    every = every[(every & 0x7F) != 0x7F]
+    rows = torch.zeros(len(every), 1, 2, 1, 12, dtype=torch.uint8)
+    rows[:, 0, 1, 0, 3] = every
+    rows[..., 8:] = torch.tensor([1.5]).view(torch.uint8)
+    count = len(every)
+    tables = torch.arange(count, dtype=torch.int32)[:, None].contiguous()
+    out = torch.full((count, 1, 8), torch.nan)
+    starts, ones = torch.arange(count + 1, dtype=torch.int32), torch.ones(count, dtype=torch.int32)
+    cache = rows.view(torch.float8_e4m3fn)
+    cpu.paged_attention(out, torch.zeros(count, 1, 8), cache, tables, starts, ones, 1.0, simd=simd)
+    assert torch.equal(out[:, 0, 3], every.view(torch.float8_e4m3fn).float() * 1.5)
 
 
 def test_wrong_shapes_and_dtypes_are_refused_before_launch():

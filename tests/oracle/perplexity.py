@@ -1,22 +1,25 @@
-"""Perplexity of the default path beside the exact one, on English that every Python ships (`pydoc_data`).
+"""Perplexity of the quick paths beside the exact one, on English that every Python ships (`pydoc_data`).
 
-    python -m tests.oracle.perplexity [num_tokens]
+    python -m tests.oracle.perplexity [--tokens N] [--model PATH] [WEIGHTS[/KV] ...]
 
-Windows of 512 tokens; each token but the window's first is predicted from those before it in the window. Both paths
-see the same windows, so the ratio is far less noisy than the numbers.
+Each case is a type of weights and one of the KV cache, as in the configuration: `auto/int8`. Windows of 512 tokens;
+each token but the window's first is predicted from those before it in the window. All cases see the same windows, so
+ratios are far less noisy than the numbers.
 """
 
+import argparse
 import math
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import msgspec
 import numpy as np
 import torch
 
 from services.engine.load import ModelPlan, open_model
-from services.engine.model_spec import WeightDtype
+from services.engine.runner import view_pool
 from services.engine.step_batch import build_batch
 from services.engine.types import PlanItem, SeqId
 from shared.config import EngineConfig, ModelConfig
@@ -37,10 +40,9 @@ def text_tokens(path: Path, count: int) -> list[int]:
 
 def negative_log_likelihood(plan: ModelPlan, token_ids: list[int]) -> float:
     """Mean over all predicted tokens, in nats."""
-    model, spec = plan.load(), plan.spec
-    dtype = getattr(torch, plan.kv_dtype)
-    shape = (WINDOW // BLOCK, spec.num_kv_heads, spec.num_layers, 2, BLOCK, spec.head_dim)
-    pool, table = torch.zeros(shape, dtype=dtype), tuple(BlockId(i) for i in range(WINDOW // BLOCK))
+    model, spec, num_blocks = plan.load(), plan.spec, WINDOW // BLOCK
+    pool = view_pool(bytearray(num_blocks * plan.kv.block_bytes), num_blocks, spec, BLOCK, plan.kv_dtype)
+    table = tuple(BlockId(i) for i in range(num_blocks))
     total = count = 0
     for first in range(0, len(token_ids), WINDOW):
         window = token_ids[first : first + WINDOW]
@@ -54,16 +56,29 @@ def negative_log_likelihood(plan: ModelPlan, token_ids: list[int]) -> float:
     return total / count
 
 
-def compare(num_tokens: int) -> tuple[float, float]:
-    """Perplexity of the default model: exact, and on the default path."""
-    token_ids = text_tokens(resolve(""), num_tokens)
-    dtypes: tuple[WeightDtype, WeightDtype] = ("float32", "auto")
-    plans = [open_model(ModelConfig(dtype=dtype), EngineConfig()) for dtype in dtypes]
-    exact, quick = (math.exp(negative_log_likelihood(plan, token_ids)) for plan in plans)
-    return exact, quick
+def compare(num_tokens: int, cases: Sequence[str] = ("float32", "auto"), model: str = "") -> list[float]:
+    """The model's perplexity in each case."""
+    token_ids = text_tokens(resolve(model), num_tokens)
+    plans = [open_model(config, EngineConfig(block_size=BLOCK)) for config in (_config(case, model) for case in cases)]
+    return [math.exp(negative_log_likelihood(plan, token_ids)) for plan in plans]
+
+
+def _config(case: str, model: str) -> ModelConfig:
+    weights, _, kv = case.partition("/")
+    return msgspec.convert({"path": model, "dtype": weights, "kv_dtype": kv or "auto"}, ModelConfig)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", type=int, default=20_480)
+    parser.add_argument("--model", default="")
+    parser.add_argument("cases", nargs="*", default=["float32", "auto"])
+    wanted = parser.parse_args()
+    figures = compare(wanted.tokens, wanted.cases, wanted.model)
+    print(f"{wanted.tokens} tokens:")
+    for case, figure in zip(wanted.cases, figures, strict=True):
+        print(f"  {case:18} {figure:8.4f}  {100 * (figure / figures[0] - 1):+.2f} %")
 
 
 if __name__ == "__main__":
-    wanted = int(sys.argv[1]) if len(sys.argv) > 1 else 20_480
-    exact, quick = compare(wanted)
-    print(f"{wanted} tokens: float32 {exact:.4f}, default {quick:.4f} ({100 * (quick / exact - 1):+.2f} %)")
+    main()

@@ -27,6 +27,7 @@ SAMPLING = m.SamplingParams(
     logit_bias=((9, -100.0),),
     logprobs=2,
     prompt_logprobs=0,
+    grammar='start: "a"',
 )
 LOGPROBS = m.TokenLogprobs(-0.5, 2, ((12, -0.25), (11, -0.5)))
 REQUEST = m.GenerateRequest(

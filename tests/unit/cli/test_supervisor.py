@@ -276,3 +276,13 @@ async def test_a_service_that_only_stumbles_is_left_alone():
         bench.supervisor.stop()
     assert bench.hangs == []
     assert KILL not in [sig for _, sig in world.signals]
+
+
+async def test_a_service_that_never_gets_ready_is_given_up():
+    """It lives, but nothing comes of it: killed, tried again, and then it is a failure with a name."""
+    bench = Bench(spec("a"))
+    bench.world.unready = {"a"}
+    failure = await bench.run()
+    assert failure == Died("a", -KILL, None)
+    assert bench.hangs == [("a", "it does not get ready")] * 2
+    assert bench.world.spawned == ["a", "a"]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from services.engine.load import open_model
 from services.engine.model import Model
-from services.engine.model_spec import kv_spec
+from services.engine.model_spec import KVDtype, kv_spec
+from services.engine.runner import view_pool
 from services.engine.step_batch import build_batch
 from services.engine.types import PlanItem, SampleSpec, SeqId
 from shared.config import EngineConfig, ModelConfig
@@ -19,6 +20,7 @@ from shared.hashing import block_digest
 from shared.ids import BlockDigest, BlockId
 from shared.messages import SamplingParams
 from tests.models import make_tiny_llama
+from tests.oracle.families import FAMILIES, make_model, save
 from tests.unit.engine_runner.gguf_maker import Q, write_gguf
 
 BLOCK, NUM_BLOCKS = 8, 96
@@ -27,28 +29,45 @@ GREEDY = SampleSpec(SamplingParams(max_tokens=1, temperature=0.0), 0, 0)
 Tokens = tuple[int, ...]
 
 
-@pytest.fixture(scope="module", params=["8 bits", "4 bits", "float32"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+CASES = [
+    ("8 bits", "float16"),
+    ("4 bits", "float16"),
+    ("float32", "float32"),
+    ("8 bits", "bfloat16"),
+    ("8 bits", "int8"),
+    ("4 bits", "fp8"),
+    ("gemma3", "int8"),
+    ("qwen2 sliding", "float16"),
+]
+"""Weights, or a family with windows, norms and biases, and the pool's type."""
+
+
+@pytest.fixture(scope="module", params=CASES, ids=" ".join)
+def case(request: pytest.FixtureRequest) -> tuple[str, KVDtype]:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(case: tuple[str, KVDtype], tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder: Path = tmp_path_factory.mktemp("model")
-    if request.param == "4 bits":
+    if case[0] in FAMILIES:
+        path = save(make_model(case[0]), folder)
+    elif case[0] == "4 bits":
         parts = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
         path = write_gguf(folder / "model.gguf", types={f"blk.0.{part}": Q.Q4_1 for part in parts})
     else:
         path = make_tiny_llama(folder / "tiny")
-    dtype = "float32" if request.param == "float32" else "auto"
+    dtype = "float32" if case[0] == "float32" else "auto"
     return open_model(ModelConfig(path=str(path), dtype=dtype), EngineConfig()).load()
 
 
 class World:
     """A pool and a model over it."""
 
-    def __init__(self, model: Model) -> None:
-        self.model, self.spec = model, kv_spec(model.spec, BLOCK, "float16")
-        self.region = bytearray(b"\xff" * NUM_BLOCKS * self.spec.block_bytes)  # NaN
-        s = model.spec
-        self.pool = torch.frombuffer(self.region, dtype=torch.float16).view(
-            NUM_BLOCKS, s.num_kv_heads, s.num_layers, 2, BLOCK, s.head_dim
-        )
+    def __init__(self, model: Model, kv_dtype: KVDtype) -> None:
+        self.model, self.spec = model, kv_spec(model.spec, BLOCK, kv_dtype)
+        self.region = bytearray(b"\xff" * NUM_BLOCKS * self.spec.block_bytes)  # NaN, in every type or its scale
+        self.pool = view_pool(self.region, NUM_BLOCKS, model.spec, BLOCK, kv_dtype)
 
     def run(self, *rows: tuple[Tokens, int, tuple[int, ...]], threads: int = 1) -> list[torch.Tensor]:
         """One step of (tokens, start, blocks) per seq: the logits of each seq's rows."""
@@ -80,8 +99,8 @@ def tokens_of(seed: int, count: int, vocab: int) -> Tokens:
 
 
 @pytest.fixture(scope="module")
-def truth(model: Model) -> Truth:
-    world, table = World(model), tuple(range(6))
+def truth(model: Model, case: tuple[str, KVDtype]) -> Truth:
+    world, table = World(model, case[1]), tuple(range(6))
     tokens = tokens_of(0, NUM_TOKENS, min(40, model.spec.vocab_size))
     (logits,) = world.run((tokens, 0, table))
     return Truth(tokens, logits, world.digests(table, NUM_TOKENS // BLOCK))
@@ -93,9 +112,9 @@ def scattered(seed: int, count: int) -> tuple[int, ...]:
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_chunks_of_any_size_beside_any_neighbours(model: Model, truth: Truth, data):
+def test_chunks_of_any_size_beside_any_neighbours(model: Model, case: tuple[str, KVDtype], truth: Truth, data):
     """Up to 16 seqs a step, prompts and decode rows, 1 to 3 threads, other block ids: not a bit differs."""
-    world = World(model)
+    world = World(model, case[1])
     blocks = list(scattered(data.draw(st.integers(0, 9)), NUM_BLOCKS))
     mine = tuple(blocks.pop() for _ in range(6))
     got, done = [], 0
@@ -113,9 +132,9 @@ def test_chunks_of_any_size_beside_any_neighbours(model: Model, truth: Truth, da
     assert world.digests(mine, NUM_TOKENS // BLOCK) == truth.digests
 
 
-def test_one_token_at_a_time_in_a_batch_of_sixteen(model: Model, truth: Truth):
+def test_one_token_at_a_time_in_a_batch_of_sixteen(model: Model, case: tuple[str, KVDtype], truth: Truth):
     """Decode rows have the bits of the prompt's rows."""
-    world, blocks = World(model), scattered(1, NUM_BLOCKS)
+    world, blocks = World(model, case[1]), scattered(1, NUM_BLOCKS)
     others = [(tokens_of(100 + i, NUM_TOKENS, 40), blocks[6 + 6 * i : 12 + 6 * i]) for i in range(15)]
     got = []
     for t in range(NUM_TOKENS):
@@ -125,9 +144,9 @@ def test_one_token_at_a_time_in_a_batch_of_sixteen(model: Model, truth: Truth):
     assert world.digests(blocks[:6], NUM_TOKENS // BLOCK) == truth.digests
 
 
-def test_after_preemption(model: Model, truth: Truth):
+def test_after_preemption(model: Model, case: tuple[str, KVDtype], truth: Truth):
     """Its blocks were taken by another seq; recomputed in one go, from other blocks, beside a neighbour."""
-    world, first, second = World(model), (0, 1, 2, 3), (9, 3, 2, 8, 1, 7)
+    world, first, second = World(model, case[1]), (0, 1, 2, 3), (9, 3, 2, 8, 1, 7)
     world.run((truth.tokens[:20], 0, first))
     for t in range(20, 26):
         world.run((truth.tokens[t : t + 1], t, first))
@@ -139,9 +158,9 @@ def test_after_preemption(model: Model, truth: Truth):
 
 
 @pytest.mark.parametrize("num_cached", [1, 2, 5])
-def test_after_a_prefix_hit(model: Model, truth: Truth, num_cached: int):
+def test_after_a_prefix_hit(model: Model, case: tuple[str, KVDtype], truth: Truth, num_cached: int):
     """The first blocks were filled by another seq with the same start."""
-    world, owner = World(model), (3, 1, 4, 15, 9, 2)
+    world, owner = World(model, case[1]), (3, 1, 4, 15, 9, 2)
     cached = num_cached * BLOCK
     world.run((truth.tokens[:cached] + tokens_of(7, 3, 40), 0, owner))
     table = (*owner[:num_cached], *range(40, 46 - num_cached))
@@ -150,9 +169,9 @@ def test_after_a_prefix_hit(model: Model, truth: Truth, num_cached: int):
     assert world.digests(table, NUM_TOKENS // BLOCK) == truth.digests
 
 
-def test_after_a_handoff(model: Model, truth: Truth):
+def test_after_a_handoff(model: Model, case: tuple[str, KVDtype], truth: Truth):
     """Blocks copied into another worker's pool, at other ids, go on with the same bits."""
-    source, reader = World(model), World(model)
+    source, reader = World(model, case[1]), World(model, case[1])
     here, there = (5, 0, 7, 2), (11, 30, 1, 6, 90, 14)
     source.run((truth.tokens[:30], 0, here))
     size = source.spec.block_bytes

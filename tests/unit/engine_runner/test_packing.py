@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.packing import Format
 from services.engine import pack_file
 from services.engine.checkpoint import open_checkpoint
 from services.engine.model import PlainModel
@@ -71,6 +72,36 @@ def test_the_packed_model_computes_what_the_plain_one_does(tmp_path: Path, types
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
     else:
         assert 0 < (got - want).norm() < 0.05 * want.norm()
+
+
+@pytest.mark.parametrize("simd", [True, False], ids=["simd", "scalar"])
+def test_int8_weights_have_one_scale_per_output(tmp_path: Path, simd: bool):
+    """Whatever the file's types: near the plain model, not as near as groups of 32, and all in 8 bits."""
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "model.gguf", types=MIXED))
+    plain = PlainModel(checkpoint.spec, load_weights(checkpoint))
+    plan = plan_pack(checkpoint, "int8")
+    assert {entry.fmt for entry in plan.entries} == {None, Format.Q8}
+    packed = PackedModel(checkpoint.spec, plan, load_packed(checkpoint, "int8", str(tmp_path)), simd=simd)
+    tokens = tuple(range(3, 37))
+    want, got = (logits_of(model, checkpoint.spec, tokens) for model in (plain, packed))
+    assert 0 < (got - want).norm() < 0.05 * want.norm()
+
+
+def test_k_quants_are_packed_in_four_or_eight_bits(tmp_path: Path):
+    """Rows of 256: Q4_K stays in 4 bits, Q5_K and Q6_K become 8; the model computes what their floats say."""
+    kinds = {"blk.0.attn_q": 12, "blk.0.attn_output": 13, "blk.0.ffn_gate": 12, "blk.0.ffn_up": 14, "token_embd": 14}
+    path = write_gguf(tmp_path / "model.gguf", hidden=256, k_quants=kinds)
+    checkpoint = open_checkpoint(path)
+    plan = plan_pack(checkpoint, "auto")
+    formats = {entry.name.removeprefix("layers.0."): entry.fmt for entry in plan.entries}
+    assert (formats["qkv.0"], formats["o"], formats["gate_up"], formats["embed"]) == (Format.Q4, *[Format.Q8] * 3)
+    plain = PlainModel(checkpoint.spec, load_weights(checkpoint))
+    exact = PackedModel(checkpoint.spec, plan_pack(checkpoint, "float32"), load_packed(checkpoint, "float32"))
+    packed = PackedModel(checkpoint.spec, plan, load_packed(checkpoint, "auto", str(tmp_path)))
+    tokens = tuple(range(3, 37))
+    want, same, got = (logits_of(model, checkpoint.spec, tokens) for model in (plain, exact, packed))
+    torch.testing.assert_close(same, want, rtol=1e-4, atol=1e-3)
+    assert 0 < (got - want).norm() < 0.05 * want.norm()
 
 
 def test_entries_are_aligned_and_do_not_overlap(path: Path):

@@ -37,6 +37,8 @@ def edit_config(folder: Path, **changes: object) -> None:
         ({"model_type": "qwen3", "head_dim": 16}, "tensor model.layers.0.self_attn.k_norm.weight is missing"),
         ({"model_type": "gemma3_text", "head_dim": 16}, "hidden_act = 'silu'|post_feedforward|pre_feedforward"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers must be a list of 2"),
+        ({"num_key_value_heads": 3}, "4 heads are no multiple of 3 KV heads"),
+        ({"head_dim": 15}, "heads of 15 numbers"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),

@@ -12,6 +12,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from services.gateway.app import build_app
+from services.gateway.grammar_check import ProcessGrammarChecker
 from shared.clock import ManualClock
 from shared.config import GatewayConfig
 from shared.http_protocol import HttpProtocol
@@ -77,6 +78,7 @@ def gateway(tokenizer: Tokenizer, anyio_backend: str) -> Gateway:
         clock=clock,
         randomness=SeededRandomness(7),
         offload=offload,
+        grammars=ProcessGrammarChecker(resolve(""), timeout_s=5, max_bytes=1 << 16),
         observer=observer,
     )
     return Gateway(app, port, clock, observer, offload, tokenizer)

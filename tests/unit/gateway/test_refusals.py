@@ -86,7 +86,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"echo": 1}, "echo"),
     ({"priority": 5000}, "priority"),
     ({"tools": [{"type": "function"}]}, "tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"suffix": "x"}, "suffix"),
 ]
 
