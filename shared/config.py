@@ -49,6 +49,9 @@ class GatewayConfig(Section, frozen=True):
     max_queued: int = 512  # requests waiting for dispatch; beyond: 429
     queue_timeout_s: float = 300.0  # an HTTP request that waits longer for dispatch gets 503
     max_body_bytes: int = 8 << 20
+    chat_template: str = ""  # a jinja file in place of the model's own
+    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = "auto"  # auto: as the chat template shows
+    reasoning_parser: Literal["auto", "think", "off"] = "auto"  # auto: if the chat template knows <think>
     max_grammar_bytes: int = 64 << 10  # of a JSON schema or grammar
     grammar_timeout_s: float = 2.0  # a grammar that takes longer to compile is refused
     default_max_tokens: int = 256  # chat completions that name none
@@ -105,8 +108,9 @@ class EngineConfig(Section, frozen=True):
 
 
 class WorkerConfig(Section, frozen=True):
-    name: str = "worker-0"
-    host: str = "127.0.0.1"  # address that other workers reach this one at
+    name: str = ""  # "" = the machine's, or container's, own name
+    host: str = "127.0.0.1"  # address to listen on
+    advertise_host: str = ""  # what others connect to; "" = host, or this machine's own address if host is a wildcard
     port: int = 0  # block transfer
     health_port: int = 0
     cores: str = ""  # e.g. "0" or "0-3,8"; "" = not pinned

@@ -26,11 +26,17 @@ _LIMITS = LLParserLimits(max_grammar_size=200_000, max_lexer_states=100_000, ver
 _MAX_REASON = 300  # characters of llguidance's explanation
 
 
+def json_body(schema: dict[str, Any] | bool) -> dict[str, Any]:
+    """`schema` with this module's options for llguidance in it."""
+    options = {"x-guidance": _JSON_OPTIONS}
+    if isinstance(schema, dict):
+        return {**schema, **options}
+    return options if schema else {"not": {}, **options}
+
+
 def json_grammar(schema: dict[str, Any] | bool) -> str:
     """The grammar of JSON texts that are valid by `schema`."""
-    options = {"x-guidance": _JSON_OPTIONS}
-    body = {**options, **schema} if isinstance(schema, dict) else {**options, **({} if schema else {"not": {}})}
-    return json.dumps({"grammars": [{"json_schema": body}]}, ensure_ascii=False)
+    return json.dumps({"grammars": [{"json_schema": json_body(schema)}]}, ensure_ascii=False)
 
 
 def to_grammar(kind: GrammarKind, text: str) -> str:

@@ -132,6 +132,7 @@ async def serve_app(
     try:
         config.load()
     except OSError as exc:  # ssl.SSLError is one
+        sock.close()
         raise ConfigError(f"TLS: {limits.tls_cert}, {limits.tls_key}: {exc.strerror or exc}") from None
     server = _Server(config)
     task_status.started(sock.getsockname()[1])

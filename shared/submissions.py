@@ -1,7 +1,8 @@
 """Submissions through Redis: a client XADDs a request to `submit` and reads its answer from `result:<id>`.
 
 An entry of `submit` has the fields `request` (the JSON body), `id` (the client's; the entry's own if left out), and
-if wanted `reply` (a stream that gets a copy), `endpoint` (completions | chat) and `deadline_ms`.
+if wanted `reply` (a stream that gets a copy), `endpoint` (completions | chat), `deadline_ms` and `tenant` (on whose
+account: whoever may submit is trusted to say so).
 
 waiting   in the stream, or pending with a gateway that is gone
 open      a gateway owns it: it alone may write the result, and it says now and then that it lives
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from shared.api_keys import TENANT
 from shared.bus import blocking, with_group
 from shared.clock import Clock
 from shared.ids import Incarnation, RequestId
@@ -27,7 +29,7 @@ from shared.scripts import Arg, Scripts
 GROUP = "gateways"
 MAX_DEAD = 10_000
 """Dead letters kept, about; beyond, the oldest go."""
-FIELDS = (b"request", b"id", b"reply", b"endpoint", b"deadline_ms")
+FIELDS = (b"request", b"id", b"reply", b"endpoint", b"deadline_ms", b"tenant")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+=-]{0,127}")
 _REPLY = re.compile(r"[\x21-\x7e]{1,256}")
 _DEADLINE = re.compile(r"\d{1,12}")
@@ -49,6 +51,7 @@ class Submission:
     reply: str = ""
     endpoint: str = ""
     deadline_ms: int | None = None  # after the entry was written
+    tenant: str = ""
     fault: str = ""
 
     @property
@@ -100,12 +103,13 @@ def read_entry(keys: Keys, entry: str, fields: Sequence[bytes]) -> Submission:
     request = known.get(b"request", b"")
     named = _text(known.get(b"id", entry.encode()))
     reply, endpoint = _text(known.get(b"reply", b"")), _text(known.get(b"endpoint", b""))
-    deadline = _text(known.get(b"deadline_ms", b""))
+    deadline, tenant = _text(known.get(b"deadline_ms", b"")), _text(known.get(b"tenant", b""))
     reply_ok = not reply or (reply.startswith(keys.replies()) and bool(_REPLY.fullmatch(reply)))
     checks = {
         "id must have 1 to 128 characters of A-Z a-z 0-9 . _ : @ + = -": bool(_ID.fullmatch(named)),
         f"reply must begin with {keys.replies()}": reply_ok,
         "deadline_ms must be a number of milliseconds": not deadline or bool(_DEADLINE.fullmatch(deadline)),
+        "tenant must have 1 to 64 characters of A-Z a-z 0-9 . _ -": not tenant or bool(TENANT.fullmatch(tenant)),
         "there is no field `request`": bool(request),
     }
     fault = next((text for text, good in checks.items() if not good), "")
@@ -117,6 +121,7 @@ def read_entry(keys: Keys, entry: str, fields: Sequence[bytes]) -> Submission:
         reply=reply if reply_ok else "",
         endpoint=endpoint,
         deadline_ms=int(deadline) if deadline and not fault else None,
+        tenant="" if fault else tenant,
         fault=fault,
     )
 

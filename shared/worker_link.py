@@ -33,6 +33,7 @@ from shared.roster import Roster
 
 log = structlog.get_logger(__name__)
 DRAIN_LOOK_S = 0.05
+DRAIN_LOOKS = 4
 STUCK_LOOKS = 16
 """A worker whose step has not moved for so many looks (a quarter of a lease period each) ends its life: what was sent
 to it and is not accepted yet lives by its heartbeat, and must go elsewhere."""
@@ -217,12 +218,15 @@ class WorkerLink:
             log.debug("worker.kv_events_dropped", why="redis is full")
 
     async def drain(self, idle: Callable[[], bool], limit_s: float) -> bool:
-        """Take nothing new, go on until `idle()` or `limit_s` is over, then leave for good. True: nothing was left."""
+        """Take nothing new, go on until `idle()` or `limit_s` is over, then leave for good. True: nothing was left.
+        Idle at several looks, as a task that was written just before may not be read yet."""
         with anyio.move_on_after(RETIRE_S):
             await self._roster.retire(self._incarnation, "draining")
         deadline = self._clock.now() + limit_s
-        while not idle() and self._clock.now() < deadline:
+        looks = 0
+        while looks < DRAIN_LOOKS and self._clock.now() < deadline:
             await self._clock.sleep(DRAIN_LOOK_S)
+            looks = looks + 1 if idle() else 0
         left = not idle()
         self._leaving = True
         with anyio.move_on_after(RETIRE_S):

@@ -21,10 +21,14 @@ class Conversation:
     system: str = ""
     max_tokens: int | None = None
     temperature: float | None = None
+    api_key: str = field(default="", repr=False)
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def reset(self) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def body(self) -> dict[str, object]:
         out: dict[str, object] = {"model": "default", "stream": True, "messages": self.messages}
@@ -101,7 +105,7 @@ def chat(conversation: Conversation, message: str | None) -> None:
         that there is no server at its start.
     """
     conversation.reset()
-    with httpx.Client(trust_env=False, timeout=httpx.Timeout(10, read=600)) as client:
+    with httpx.Client(headers=conversation.headers(), trust_env=False, timeout=httpx.Timeout(10, read=600)) as client:
         if message is not None:
             turn(client, conversation, message)
             return

@@ -8,7 +8,7 @@ import anyio
 import typer
 from rich.console import Console
 
-from services.cli import queue
+from services.cli import keys, queue
 from services.cli.errors import CommandError
 from services.cli.options import UpOptions
 from shared.clock import SystemClock
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 Port = Annotated[int, typer.Option(help="The stack's port.", min=1, max=65535)]
 app.add_typer(queue.app)
+app.add_typer(keys.app)
 
 
 @app.command()
@@ -112,13 +113,14 @@ def chat(
     temperature: Annotated[float | None, typer.Option(help="0 = always the likeliest token.")] = None,
     port: Port = 8000,
     url: Annotated[str, typer.Option(help="Another server, e.g. http://10.0.0.5:8000.")] = "",
+    api_key: Annotated[str, typer.Option(help="A key, where one is asked for.", envvar="OPENAI_API_KEY")] = "",
 ) -> None:
     """Talk to the model in the terminal."""
     from services.cli.chat import Conversation
     from services.cli.chat import chat as converse
 
     address = url.rstrip("/").removesuffix("/v1") or f"http://127.0.0.1:{port}"
-    converse(Conversation(address, system, max_tokens, temperature), message)
+    converse(Conversation(address, system, max_tokens, temperature, api_key), message)
 
 
 @app.command("test", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -98,7 +98,7 @@ def _with_letters(act: "Callable[[DeadLetters], Awaitable[None]]", port: int | N
 
     async def run() -> None:
         settings = load().redis
-        url = redis_url or _url(port, settings.url)
+        url = redis_url or redis_url_of(port, settings.url)
         link = RedisLink(msgspec.structs.replace(settings, url=url, retry_s=1.0), SystemClock())
         try:
             await act(DeadLetters(link, Keys(settings.cell)))
@@ -108,7 +108,7 @@ def _with_letters(act: "Callable[[DeadLetters], Awaitable[None]]", port: int | N
     anyio.run(run)
 
 
-def _url(port: int | None, configured: str) -> str:
+def redis_url_of(port: int | None, configured: str) -> str:
     """Of the running stack's Redis; without one, and without a port asked for, the configuration's."""
     state = RunDir(port or 8000).load()
     if state is not None and state.supervisor.alive():

@@ -6,6 +6,7 @@ import structlog
 from services.decode.worker import DecodeWorker
 from services.engine.host import ENGINE_COUNTERS, EngineHost, stalled
 from services.transfer import Identity, Region, socket_reader
+from shared.addresses import reachable_host, worker_name
 from shared.config import DRAIN_S
 from shared.health import Probes, serve_http
 from shared.metrics import Metrics
@@ -35,7 +36,7 @@ async def serve(process: Process) -> None:
         *(process.incarnation, engine, reader, cell.leases),
         *(settings.lease.lease_s, host.max_model_len, settings.scheduler.max_attempts),
     )
-    metrics = Metrics("decode", worker=where.name)
+    metrics = Metrics("decode", worker=worker_name(where))
     metrics.stats(worker.stats, COUNTERS)
     metrics.stats(engine.stats, ENGINE_COUNTERS, part="engine")
     metrics.stats(reader.stats, READER_COUNTERS, part="transfer")
@@ -44,7 +45,7 @@ async def serve(process: Process) -> None:
     async with anyio.create_task_group() as tasks:
         port = await tasks.start(serve_http, where.host, where.health_port, probes)
         await tasks.start(reader.serve)
-        registration = host.registration(process.incarnation, "decode", (), f"http://{where.host}:{port}")
+        registration = host.registration(process.incarnation, "decode", (), f"http://{reachable_host(where)}:{port}")
         link = cell.link(registration, worker)
         await tasks.start(worker.run, link)
         tasks.start_soon(link.read)

@@ -12,6 +12,7 @@ from services.engine.grammars import Grammars
 from services.engine.load import ModelPlan, open_model
 from services.engine.planner import Planner, PlannerLimits
 from services.engine.runner import ModelRunner, configure_threads
+from shared.addresses import worker_name
 from shared.clock import Clock
 from shared.config import EngineConfig, Settings
 from shared.errors import ConfigError
@@ -154,7 +155,7 @@ class EngineHost:
         """What the worker says of itself to the cell."""
         cfg = self.settings
         return Registration(
-            worker_id=WorkerId(cfg.worker.name),
+            worker_id=WorkerId(worker_name(cfg.worker)),
             incarnation=incarnation,
             role=role,
             model=cfg.model.name or model_name(resolve(cfg.model.path)),

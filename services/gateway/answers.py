@@ -11,7 +11,7 @@ from shared.messages import GenerateRequest, TokenLogprobs
 class Answer:
     """A choice, as far as it has come. Mutated by `add` alone."""
 
-    token_ids: tuple[int, ...]  # of its prompt
+    index: int  # of all choices that are generated
     parts: list[str] = field(default_factory=list)
     logged: list[Logged] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -43,7 +43,7 @@ class Answer:
 
 def empty_answers(requests: Sequence[GenerateRequest]) -> list[Answer]:
     """One for each choice of each request, in order."""
-    return [Answer(request.token_ids) for request in requests for _ in range(request.num_choices)]
+    return [Answer(index) for index in range(sum(request.num_choices for request in requests))]
 
 
 def best(answers: Sequence[Answer], n: int, best_of: int) -> list[Answer]:

@@ -1,29 +1,29 @@
-"""The gateway's HTTP interface: OpenAI's completions, chat completions and models."""
+"""The gateway's HTTP interface: OpenAI's, and what vLLM's server has besides."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from services.gateway.chat_template import ChatTemplate
+from services.gateway.chat import ChatReader
+from services.gateway.chat_template import load_template
 from services.gateway.edge import EXPOSED_HEADERS, Edge
 from services.gateway.endpoints import ChatEndpoint, CompletionsEndpoint, Parts
-from services.gateway.errors import error_response, on_crash, on_http_exception
+from services.gateway.errors import on_crash, on_http_exception
 from services.gateway.gate import Gate
 from services.gateway.generation import Services
 from services.gateway.grammar_check import GrammarChecker
-from services.gateway.params import unknown_model
+from services.gateway.openapi import api_routes, openapi_route
 from services.gateway.ports import NullObserver, Observer, RequestPort
 from services.gateway.prepare import Preparer
+from services.gateway.responses import ResponsesEndpoint
+from services.gateway.small_endpoints import SmallEndpoints
 from services.gateway.streams import Streams
 from shared.clock import Clock
 from shared.config import GatewayConfig
@@ -54,14 +54,15 @@ def build_app(
     :param gate: who may ask; None: anyone.
     :param model_name: what `/v1/models` lists; `default` is always understood as well.
     :raises ModelError: the model's chat template is not valid.
+    :raises ConfigError: the configured one cannot be read.
     """
     observer = observer or NullObserver()
     streams = Streams(port, clock, observer)
-    template = tokenizer.chat_template
+    template = load_template(tokenizer, config.chat_template, clock)
     parts = Parts(
         services=Services(port, streams, tokenizer, clock, observer),
         preparer=Preparer(tokenizer, incarnation, config, offload, randomness),
-        template=ChatTemplate(template, tokenizer.template_tokens, clock) if template else None,
+        chats=ChatReader(template, tokenizer, config),
         model_name=model_name,
         config=config,
         offload=offload,
@@ -69,15 +70,10 @@ def build_app(
         grammars=grammars,
     )
     endpoints = {"completions": CompletionsEndpoint(parts), "chat": ChatEndpoint(parts)}
-    models = _Models(model_name, created=int(clock.wall()))
+    small = SmallEndpoints(parts)
+    table = api_routes(endpoints["completions"], endpoints["chat"], ResponsesEndpoint(parts), small)
     app = Starlette(
-        routes=[
-            Route("/v1/models", models.list, methods=["GET"]),
-            Route("/v1/models/{model:path}", models.one, methods=["GET"]),
-            Route("/v1/completions", endpoints["completions"], methods=["POST"]),
-            Route("/v1/chat/completions", endpoints["chat"], methods=["POST"]),
-            *extra_routes,
-        ],
+        routes=[*(Route(r.path, r.endpoint, methods=[r.method]) for r in table), openapi_route(table), *extra_routes],
         middleware=[*_cors(config), Middleware(Edge, gate=gate, randomness=randomness, observer=observer)],
         exception_handlers={HTTPException: on_http_exception, Exception: on_crash},
         lifespan=_drain(streams, grammars, gate),
@@ -116,22 +112,3 @@ def _drain(streams: Streams, grammars: GrammarChecker, gate: Gate | None) -> Any
             tasks.cancel_scope.cancel()
 
     return lifespan
-
-
-class _Models:
-    def __init__(self, name: str, created: int) -> None:
-        self._name = name
-        self._model = {"id": name, "object": "model", "created": created, "owned_by": "baton"}
-
-    async def list(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model]})
-
-    async def one(self, request: Request) -> Response:
-        name = request.path_params["model"]
-        if name not in (self._name, "default"):
-            return error_response(unknown_model(name))
-        return _json(self._model)
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -2,9 +2,10 @@
 client cancels everything at once, streaming or not, tokenising, queued or decoding."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar
 
 import anyio
 import structlog
@@ -13,17 +14,21 @@ from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.answers import Answer, best, empty_answers
 from services.gateway.body import ClientDisconnect, read_json
-from services.gateway.chat_template import ChatTemplate
+from services.gateway.chat import ChatReader, read_options
+from services.gateway.chat_wire import ChatWire
 from services.gateway.errors import ApiError, bad_field, error_response, internal
 from services.gateway.fields import Fields
 from services.gateway.gate import Caller, caller_of
-from services.gateway.generation import Generation, Services, Usage
+from services.gateway.generation import EndpointName, Generation, Services, Usage
 from services.gateway.grammar_check import GrammarChecker
 from services.gateway.logprobs import LogprobWriter
+from services.gateway.messages import read_messages
 from services.gateway.params import Params, check_model, read_params
-from services.gateway.prepare import Limits, Preparer, PromptTokens, live_limits
-from services.gateway.prompts import read_messages, read_prompts
-from services.gateway.wire import DONE, ChatWire, CompletionWire, Head, Wire, sse
+from services.gateway.prepare import Preparer, live_limits
+from services.gateway.prompts import Prompt, read_prompts
+from services.gateway.structured import GrammarAsk
+from services.gateway.tools import read_tools
+from services.gateway.wire import CompletionWire, Wire
 from shared.clock import Clock
 from shared.config import GatewayConfig
 from shared.errors import BatonError
@@ -35,6 +40,9 @@ log = structlog.get_logger("gateway")
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions."""
+
+CHAT_FIELDS = ("tools", "tool_choice", "chat_template_kwargs", "continue_final_message")
+"""Refused with completions, whose answer they would change."""
 
 _JSON_HEADERS = [(b"content-type", b"application/json")]
 _SSE_HEADERS = [
@@ -50,7 +58,7 @@ class Parts:
 
     services: Services
     preparer: Preparer
-    template: ChatTemplate | None
+    chats: ChatReader
     model_name: str
     config: GatewayConfig
     offload: Offload
@@ -76,21 +84,40 @@ class Prepared:
         return self.wire.whole(best(answers, self.params.n, self.params.best_of), usage)
 
 
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """The prompts as the client gave them, and what is to become of them."""
+
+    prompts: Sequence[Prompt]
+    param: str  # the field to name if they are too long
+    add_special_tokens: bool
+    grammar: GrammarAsk | None
+    wire: Callable[[str, int, str, bool], Wire]
+
+
 class Endpoint(ABC):
     """One POST endpoint. Subclasses say how a prompt is read and an answer written."""
 
-    name: ClassVar[Literal["completions", "chat"]]
+    name: ClassVar[EndpointName]
     id_prefix: ClassVar[str]
-    wire: ClassVar[type[CompletionWire] | type[ChatWire]]
+    is_chat: ClassVar[bool] = True
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
     @abstractmethod
-    async def _prompts(self, fields: Fields, limits: Limits, preparer: Preparer) -> list[PromptTokens]: ...
+    def _question(self, fields: Fields, params: Params) -> "_Question": ...
 
     @abstractmethod
     def _default_max_tokens(self) -> int: ...
+
+    def read_all(self, fields: Fields) -> None:
+        """Ask for every field that this endpoint knows: how `SchemaFields` learns of them.
+
+        :raises ApiError: one is wrong or missing.
+        """
+        check_model(fields, self._parts.model_name)
+        read_params(fields, chat=self.is_chat)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_at = self._parts.services.clock.now()
@@ -136,6 +163,7 @@ class Endpoint(ABC):
         await caller.charge(prepared.max_tokens)
         caller.used_tokens = 0  # unless it begins
         params, wire = prepared.params, prepared.wire
+        reply.wire = wire
         async with Generation(
             self._parts.services,
             prepared.requests,
@@ -164,24 +192,31 @@ class Endpoint(ABC):
         """
         parts = self._parts
         check_model(fields, parts.model_name)
-        params = read_params(fields, chat=self.name == "chat")
+        params = read_params(fields, chat=self.is_chat)
         limits = await live_limits(parts.services.port)
         preparer = parts.preparer.for_tenant(tenant)
-        prompts = await self._prompts(fields, limits, preparer)
+        asked = self._question(fields, params)
+        prompts = await preparer.tokens(
+            asked.prompts, limits, param=asked.param, add_special_tokens=asked.add_special_tokens
+        )
         default = self._default_max_tokens()
-        grammar = "" if params.grammar is None else await parts.grammars.check(params.grammar)
+        grammar = "" if asked.grammar is None else await parts.grammars.check(asked.grammar)
         requests = preparer.requests(response_id, prompts, params, limits, default, randomness, grammar)
         created, wanted = int(parts.services.clock.wall()), fields.get("prompt_logprobs") not in (None, False)
-        writer = LogprobWriter(parts.services.tokenizer, is_on=params.wants_logprobs)
-        prompts = [r.token_ids for r in requests for _ in range(r.num_choices)] if wanted else ()
-        head = Head(response_id, created, parts.model_name, params.include_usage, writer, prompts)
-        return Prepared(requests, params, self.wire(head))
+        wire = asked.wire(response_id, created, parts.model_name, params.include_usage)
+        wire.writer = LogprobWriter(
+            parts.services.tokenizer,
+            is_on=params.wants_logprobs,
+            prompts=[r.token_ids for r in requests for _ in range(r.num_choices)] if wanted else (),
+        )
+        return Prepared(requests, params, wire)
 
     async def _refuse(self, error: ApiError, reply: "_Reply", scope: Scope, receive: Receive) -> None:
         """An HTTP error, or once the answer has begun an `error` event and the end, without [DONE]."""
         self._parts.services.observer.refused(error.status, error.code or "")
         if reply.started:
-            await reply.part(sse(error.body()))
+            assert reply.wire is not None
+            await reply.part(reply.wire.error(error))
             await reply.end()
             return
         response = error_response(error)
@@ -193,27 +228,37 @@ class Endpoint(ABC):
 class CompletionsEndpoint(Endpoint):
     name = "completions"
     id_prefix = "cmpl"
-    wire = CompletionWire
+    is_chat = False
 
-    async def _prompts(self, fields: Fields, limits: Limits, preparer: Preparer) -> list[PromptTokens]:
+    def _question(self, fields: Fields, params: Params) -> _Question:
+        for name in CHAT_FIELDS:
+            if fields.get(name) not in (None, False, [], {}, "none", "auto"):
+                raise bad_field(name, f"{name} is for /v1/chat/completions.", "unsupported")
         prompts = read_prompts(fields, self._parts.services.tokenizer.vocab_size)
-        return await preparer.tokens(prompts, limits, param="prompt", add_special_tokens=True)
+        return _Question(prompts, "prompt", True, params.grammar, CompletionWire)
 
     def _default_max_tokens(self) -> int:
         return COMPLETION_MAX_TOKENS
+
+    def read_all(self, fields: Fields) -> None:
+        super().read_all(fields)
+        read_prompts(fields, self._parts.services.tokenizer.vocab_size)
 
 
 class ChatEndpoint(Endpoint):
     name = "chat"
     id_prefix = "chatcmpl"
-    wire = ChatWire
 
-    async def _prompts(self, fields: Fields, limits: Limits, preparer: Preparer) -> list[PromptTokens]:
-        messages = read_messages(fields)
-        if self._parts.template is None:
-            raise bad_field("messages", "The model has no chat template; use /v1/completions.", "unsupported")
-        prompt = self._parts.template.render(messages)  # BOS is in the template, where there is one
-        return await preparer.tokens([prompt], limits, param="messages", add_special_tokens=False)
+    def read_all(self, fields: Fields) -> None:
+        super().read_all(fields)
+        read_options(fields)
+        read_tools(fields)
+        read_messages(fields)
+
+    def _question(self, fields: Fields, params: Params) -> _Question:
+        asked = self._parts.chats.read(fields, params.grammar)
+        # BOS is in the template, where there is one.
+        return _Question([asked.prompt], "messages", False, asked.grammar, partial(ChatWire, shape=asked.shape))
 
     def _default_max_tokens(self) -> int:
         return self._parts.config.default_max_tokens
@@ -229,6 +274,7 @@ class _Reply:
     def __init__(self, send: Send, clock: Clock) -> None:
         self._send, self._clock = send, clock
         self.started = False
+        self.wire: Wire | None = None  # once the request is understood
         self._blocked_since: float | None = None
 
     @property
@@ -265,13 +311,13 @@ async def _stream(generation: Generation, wire: Wire, params: Params, reply: _Re
     """Server-sent events. The response begins with the first text, so that a request which fails before
     that still gets an honest status."""
     while deltas := await generation.read():
-        body = b"".join(wire.chunk(delta) for delta in deltas)
+        body = b"" if reply.started else wire.first(generation.num_choices)
+        body += b"".join([wire.chunk(delta) for delta in deltas])
         if not reply.started:
             await reply.start(200, _SSE_HEADERS)
-            body = wire.first(generation.num_choices) + body
         await reply.part(body)
     tail = wire.usage_chunk(generation.usage) if params.include_usage else b""
-    await reply.part(tail + DONE)
+    await reply.part(tail + wire.done)
     await reply.end()
 
 

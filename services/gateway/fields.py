@@ -16,7 +16,12 @@ class Fields:
     def path(self, name: str) -> str:
         return self._where + name
 
-    def get(self, name: str) -> Any:
+    def get(self, name: str, schema: Mapping[str, Any] | None = None, *, required: bool = False) -> Any:
+        """The value as it came.
+
+        :param schema: what the caller will accept, as JSON Schema: for the API's description (`SchemaFields`).
+        :param required: the caller refuses a request without it.
+        """
         return self.raw.get(name)
 
     def integer(self, name: str, low: int, high: int, *, off: Any = None) -> int | None:
@@ -28,12 +33,15 @@ class Fields:
             raise bad_field(self.path(name), f"{self.path(name)} must be an integer.")
         return _in_range(self.path(name), value, low, high)
 
-    def number(self, name: str, low: float, high: float) -> float | None:
+    def number(self, name: str, low: float, high: float, *, above_low: bool = False) -> float | None:
+        """:param above_low: `low` itself is refused."""
         value = self.get(name)
         if value is None:
             return None
         if type(value) not in (int, float):
             raise bad_field(self.path(name), f"{self.path(name)} must be a number.")
+        if above_low and value == low:
+            raise bad_field(self.path(name), f"{self.path(name)} must be above {low}.")
         return float(_in_range(self.path(name), value, low, high))
 
     def boolean(self, name: str, *, default: bool = False) -> bool:

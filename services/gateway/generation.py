@@ -3,7 +3,6 @@
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
 
 import anyio
 import structlog
@@ -11,7 +10,7 @@ import structlog
 from services.gateway.choice import Choice, Delta, Shown
 from services.gateway.errors import ApiError, bus_lost, internal, queue_full, server_refused
 from services.gateway.mailbox import Item, Mailbox
-from services.gateway.ports import Admission, Observer, RequestPort, RequestSummary
+from services.gateway.ports import Admission, EndpointName, Observer, RequestPort, RequestSummary
 from services.gateway.streams import RequestStream, Streams
 from shared.clock import Clock
 from shared.errors import BusError
@@ -75,7 +74,7 @@ class Generation:
         requests: Sequence[GenerateRequest],
         shown: Shown,
         *,
-        endpoint: Literal["completions", "chat"],
+        endpoint: EndpointName,
         stream: bool,
         arrived_at: float,
         durable_by: Admit | None = None,
@@ -94,7 +93,7 @@ class Generation:
             self._of_choice += [self._asked[-1]] * len(choices)
             self._choices += choices
         self._eager = shown.logprobs or self._durable  # a delta for tokens without text as well
-        self._endpoint: Literal["completions", "chat"] = endpoint
+        self._endpoint: EndpointName = endpoint
         self._stream = stream
         self._arrived_at = arrived_at
         self._mailbox = Mailbox()

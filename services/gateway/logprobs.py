@@ -14,9 +14,12 @@ LEAST = -9999.0
 class LogprobWriter:
     """Knows what tokens are called: their text, or `bytes:\\xe2\\x80` where they are a part of a character."""
 
-    def __init__(self, tokenizer: Tokenizer, *, is_on: bool) -> None:
-        """:param is_on: the client asked for logprobs of the answer."""
-        self._tokenizer, self.is_on = tokenizer, is_on
+    def __init__(self, tokenizer: Tokenizer, *, is_on: bool, prompts: Sequence[Sequence[int]] = ()) -> None:
+        """
+        :param is_on: the client asked for logprobs of the answer.
+        :param prompts: token ids of each choice's prompt, where the client asked for `prompt_logprobs`.
+        """
+        self._tokenizer, self.is_on, self._prompts = tokenizer, is_on, prompts
 
     def completion(self, logged: Sequence[Logged]) -> dict[str, Any]:
         """The `logprobs` of a completion's choice. The chosen token is always among the top ones."""
@@ -41,6 +44,10 @@ class LogprobWriter:
             logprob, top = (LEAST, ()) if one.told is None else (one.told.logprob, one.told.top)
             content.append(self._entry(one.token_id, logprob) | {"top_logprobs": [self._entry(*pair) for pair in top]})
         return {"content": content, "refusal": None}
+
+    def prompt_of(self, index: int, told: Iterable[TokenLogprobs]) -> dict[str, Any]:
+        """The field of a choice; none if it was not asked for."""
+        return {"prompt_logprobs": self.prompt(self._prompts[index], told)} if self._prompts else {}
 
     def prompt(self, token_ids: Sequence[int], told: Iterable[TokenLogprobs]) -> list[dict[str, Any] | None]:
         """`prompt_logprobs`: by token id, null for the first token."""

@@ -13,6 +13,17 @@ MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_STOP_TOKENS = 128
 _INT32 = 2**31 - 1
+LOGIT_BIAS_SCHEMA = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    "maxProperties": MAX_BIASES,
+}
+STOP_TOKENS_SCHEMA = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": _INT32},
+    "maxItems": MAX_STOP_TOKENS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +67,7 @@ def read_changes(fields: Fields, *, chat: bool, scored: bool) -> Changes:
     prompt_logprobs = fields.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS, off=False)
     if fields.boolean("echo") and logprobs is not None:
         prompt_logprobs = max(logprobs, prompt_logprobs or 0)
-    repetition = fields.number("repetition_penalty", 0, 100)
-    if repetition == 0:
-        raise bad_field("repetition_penalty", "repetition_penalty must be above 0.")
+    repetition = fields.number("repetition_penalty", 0, 100, above_low=True)
     return Changes(
         min_p=fields.number("min_p", 0, 1) or 0.0,
         presence_penalty=fields.number("presence_penalty", -2, 2) or 0.0,
@@ -102,7 +111,7 @@ def _chat_logprobs(fields: Fields) -> int | None:
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
-    value: Any = fields.get("logit_bias")
+    value: Any = fields.get("logit_bias", LOGIT_BIAS_SCHEMA)
     if value is None:
         return ()
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
@@ -118,7 +127,7 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
 
 
 def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
-    value: Any = fields.get("stop_token_ids")
+    value: Any = fields.get("stop_token_ids", STOP_TOKENS_SCHEMA)
     if value is None:
         return ()
     if not isinstance(value, list) or len(value) > MAX_STOP_TOKENS:

@@ -14,6 +14,8 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 _INT64 = 2**63
 _PRIORITIES = 1000
+_ONE_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+STOP_SCHEMA = {"anyOf": [_ONE_STOP, {"type": "array", "items": _ONE_STOP, "maxItems": MAX_STOPS}]}
 
 _OFF: tuple[Any, ...] = (False, 0, [], {}, "")
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -21,12 +23,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         (
             "typical_p",
             "suffix",
-            "tools",
             "functions",
             "bad_words",
             "documents",
-            "chat_template_kwargs",
-            "continue_final_message",
             "use_beam_search",
             "return_token_ids",
             "return_tokens_as_token_ids",
@@ -52,11 +51,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         (False, [], {}, ""),
     ),
     "length_penalty": (1,),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "spaces_between_special_tokens": (True,),
-    "add_generation_prompt": (True,),
 }
 """Field -> the values (beside null) with which it changes nothing."""
 
@@ -87,9 +84,14 @@ def refuse_unsupported(fields: Fields) -> None:
     """:raises ApiError: 400 that names a field which is set to something that matters."""
     for name, value in fields.raw.items():
         harmless = REFUSED.get(name)
-        if value is None or harmless is None or value in harmless:
+        if value is None or harmless is None or any(same_json(value, other) for other in harmless):
             continue
         raise bad_field(name, f"{name} is not supported by this server.", "unsupported")
+
+
+def same_json(a: Any, b: Any) -> bool:
+    """Equal in JSON, where true is not 1."""
+    return a == b and (type(a) is bool) == (type(b) is bool)
 
 
 def read_params(fields: Fields, *, chat: bool) -> Params:
@@ -98,9 +100,7 @@ def read_params(fields: Fields, *, chat: bool) -> Params:
     max_tokens = fields.integer("max_tokens", 1 if chat else 0, _INT64 - 1)
     max_completion_tokens = fields.integer("max_completion_tokens", 1, _INT64 - 1)
     temperature = fields.number("temperature", 0, 2)
-    top_p = fields.number("top_p", 0, 1)
-    if top_p == 0:
-        raise bad_field("top_p", "top_p must be above 0.")
+    top_p = fields.number("top_p", 0, 1, above_low=True)
     top_k = fields.integer("top_k", -1, 2**31 - 1)  # -1 and 0: off
     seed = fields.integer("seed", -_INT64, _INT64 - 1)
     stream = fields.boolean("stream")
@@ -140,7 +140,7 @@ def unknown_model(name: str) -> ApiError:
 
 
 def _stop(fields: Fields) -> tuple[str, ...]:
-    value = fields.get("stop")
+    value = fields.get("stop", STOP_SCHEMA)
     if value is None:
         return ()
     stops = value if isinstance(value, list) else [value]
@@ -156,6 +156,7 @@ def _include_usage(fields: Fields, stream: bool) -> bool:
     options = fields.object("stream_options")
     if options is None:
         return False
-    if not stream:
+    wanted = options.boolean("include_usage")
+    if options.raw and not stream:
         raise bad_field("stream_options", "stream_options is allowed only with stream: true.")
-    return options.boolean("include_usage")
+    return wanted

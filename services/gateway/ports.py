@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 from shared.ids import RequestId
 from shared.messages import FinishReason, GatewayMsg, GenerateRequest, Registration
 
+EndpointName = Literal["completions", "chat", "responses"]
 Admission = Literal["admitted", "full", "duplicate"]
 
 
@@ -59,7 +60,7 @@ class RequestSummary:
     """One finished request (one prompt of one HTTP request), as the client saw it. Times in seconds."""
 
     request_id: RequestId
-    endpoint: Literal["completions", "chat"]
+    endpoint: EndpointName
     stream: bool
     reason: FinishReason
     num_prompt_tokens: int

@@ -1,4 +1,4 @@
-"""The `prompt` of a completion and the `messages` of a chat, checked."""
+"""The `prompt` of a completion, checked."""
 
 from typing import Any
 
@@ -6,10 +6,16 @@ from services.gateway.errors import bad_field
 from services.gateway.fields import Fields, checked_text
 
 MAX_PROMPTS = 128
-MAX_MESSAGES = 4096
-_ROLES = ("system", "developer", "user", "assistant")
 
 Prompt = str | list[int]
+
+
+def prompt_schema(vocab_size: int) -> dict[str, Any]:
+    """What `read_prompts` takes."""
+    text = {"type": "string", "minLength": 1}
+    ids = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}}
+    several = {"minItems": 1, "maxItems": MAX_PROMPTS}
+    return {"anyOf": [text, ids, *({"type": "array", "items": kind, **several} for kind in (text, ids))]}
 
 
 def read_prompts(fields: Fields, vocab_size: int) -> list[Prompt]:
@@ -17,7 +23,7 @@ def read_prompts(fields: Fields, vocab_size: int) -> list[Prompt]:
 
     :raises ApiError: 400 that names `prompt`.
     """
-    value = fields.get("prompt")
+    value = fields.get("prompt", prompt_schema(vocab_size), required=True)
     if isinstance(value, str):
         return [_text(value)]
     if not isinstance(value, list) or not value:
@@ -29,19 +35,6 @@ def read_prompts(fields: Fields, vocab_size: int) -> list[Prompt]:
     if isinstance(value[0], str):
         return [_text(item) for item in value]
     return [_token_ids(item, vocab_size) for item in value]
-
-
-def read_messages(fields: Fields) -> list[dict[str, str]]:
-    """The messages as chat templates expect them: role, content, and name if there is one.
-
-    :raises ApiError: 400 that names the part which is wrong.
-    """
-    value = fields.get("messages")
-    if not isinstance(value, list) or not value:
-        raise bad_field("messages", "messages must be a list with at least one message.")
-    if len(value) > MAX_MESSAGES:
-        raise bad_field("messages", f"messages may hold at most {MAX_MESSAGES} messages.")
-    return [_message(item, f"messages[{i}]") for i, item in enumerate(value)]
 
 
 def _text(value: Any) -> str:
@@ -56,34 +49,3 @@ def _token_ids(value: Any, vocab_size: int) -> list[int]:
     if min(value) < 0 or max(value) >= vocab_size:
         raise bad_field("prompt", f"Token ids must be between 0 and {vocab_size - 1}.")
     return value
-
-
-def _message(value: Any, where: str) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise bad_field(where, f"{where} must be an object.")
-    fields = Fields(value, where + ".")
-    for name in ("tool_calls", "function_call", "audio"):
-        if value.get(name):
-            raise bad_field(fields.path(name), f"{fields.path(name)} is not supported by this server.", "unsupported")
-    role = value.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise bad_field(fields.path("role"), f"{fields.path('role')} must be one of {', '.join(_ROLES)}.")
-    message = {"role": role, "content": _content(value.get("content"), role, fields.path("content"))}
-    if name := fields.text("name"):
-        message["name"] = name
-    return message
-
-
-def _content(value: Any, role: str, where: str) -> str:
-    """Text, or text parts, which are joined by line breaks as vLLM does."""
-    if value is None and role == "assistant":
-        return ""
-    if not isinstance(value, list):
-        return checked_text(where, value)
-    parts: list[str] = []
-    for i, part in enumerate(value):
-        fields = Fields(part if isinstance(part, dict) else {}, f"{where}[{i}].")
-        if fields.get("type") != "text":
-            raise bad_field(fields.path("type"), f"{fields.path('type')} must be 'text': nothing else is supported.")
-        parts.append(checked_text(fields.path("text"), fields.get("text")))
-    return "\n".join(parts)

@@ -245,7 +245,8 @@ class QueueJob:
             try:
                 if self._prepared is None:
                     seed = int.from_bytes(blake2b(self.submission.name.encode(), digest_size=8).digest(), "little")
-                    self._prepared = await endpoint.prepare(fields, self.submission.name, SeededRandomness(seed))
+                    s = self.submission
+                    self._prepared = await endpoint.prepare(fields, s.name, SeededRandomness(seed), s.tenant)
                 _refuse_logprobs(self._prepared.params)
                 return await self._generate(endpoint, self._prepared, progress)
             except ApiError as exc:

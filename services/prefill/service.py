@@ -6,6 +6,7 @@ import structlog
 from services.engine.host import ENGINE_COUNTERS, EngineHost, stalled
 from services.prefill.worker import PrefillWorker
 from services.transfer import Identity, Region, socket_source
+from shared.addresses import reachable_host, worker_name
 from shared.config import DRAIN_S
 from shared.health import Probes, serve_http
 from shared.metrics import Metrics
@@ -32,13 +33,21 @@ async def serve(process: Process) -> None:
     key = await cell.leases.deployment_key()
     where = settings.worker
     source = socket_source(
-        region, identity, key, settings.transfer, clock, host=where.host, port=where.port, run_dir=where.run_dir
+        region,
+        identity,
+        key,
+        settings.transfer,
+        clock,
+        host=where.host,
+        port=where.port,
+        run_dir=where.run_dir,
+        advertise=reachable_host(where),
     )
     worker = PrefillWorker(
         *(process.incarnation, engine, source, cell.leases),
         *(settings.lease.lease_s, host.max_model_len, settings.scheduler.max_attempts),
     )
-    metrics = Metrics("prefill", worker=where.name)
+    metrics = Metrics("prefill", worker=worker_name(where))
     metrics.stats(worker.stats, COUNTERS)
     metrics.stats(engine.stats, ENGINE_COUNTERS, part="engine")
     metrics.stats(source.stats, SOURCE_COUNTERS, part="transfer")
@@ -48,7 +57,7 @@ async def serve(process: Process) -> None:
         port = await tasks.start(serve_http, where.host, where.health_port, probes)
         await tasks.start(source.serve)
         registration = host.registration(
-            process.incarnation, "prefill", (source.endpoint(),), f"http://{where.host}:{port}"
+            process.incarnation, "prefill", (source.endpoint(),), f"http://{reachable_host(where)}:{port}"
         )
         link = cell.link(registration, worker)
         await tasks.start(worker.run, link)

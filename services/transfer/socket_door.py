@@ -29,13 +29,17 @@ log = structlog.get_logger("transfer.source")
 class SocketDoor:
     """Listens. Owner of the listening sockets and of every connection.
 
-    :param host: address to bind, and that readers are told.
+    :param host: address to bind.
+    :param advertise: address that readers are told; "" = host.
     :param port: 0 = any.
     :param run_dir: folder for the unix socket; "" = a private temporary one.
     """
 
-    def __init__(self, host: str, port: int, run_dir: str, name: str, config: TransferConfig, clock: Clock) -> None:
+    def __init__(
+        self, host: str, port: int, run_dir: str, name: str, config: TransferConfig, clock: Clock, advertise: str = ""
+    ) -> None:
         self._host, self._port, self._run_dir, self._name = host, port, run_dir, name
+        self._advertise = advertise or host
         self._config, self._clock = config, clock
         self._endpoint: Endpoint | None = None
         self._service: Service | None = None
@@ -52,7 +56,7 @@ class SocketDoor:
         if unix is not None:
             self._listeners.append(unix)
         path = unix.path if unix is not None else ""
-        self._endpoint = Endpoint(host=self._host, port=tcp.port, shm_path=path, host_id=host_id())
+        self._endpoint = Endpoint(host=self._advertise, port=tcp.port, shm_path=path, host_id=host_id())
 
     def close(self) -> None:
         self._endpoint = None

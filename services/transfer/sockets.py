@@ -22,10 +22,11 @@ def socket_source(
     host: str = "127.0.0.1",
     port: int = 0,
     run_dir: str = "",
+    advertise: str = "",
 ) -> TransferSource:
     """A source that listens on `host:port` (0 = any port) and, where the memory allows it, on a unix socket in
-    `run_dir` ("" = a private temporary folder)."""
-    door = SocketDoor(host, port, run_dir, f"kv-{identity.incarnation}", config, clock)
+    `run_dir` ("" = a private temporary folder). Readers are told of `advertise` ("" = host)."""
+    door = SocketDoor(host, port, run_dir, f"kv-{identity.incarnation}", config, clock, advertise)
     return TransferSource(region, identity, capability_key, config, clock, door)
 
 

@@ -10,7 +10,7 @@ redis.call('ZREM', KEYS[2], ARGV[1])  -- frees first: see scripts.py
 redis.call('XADD', KEYS[3], '*', 'm', ARGV[4])
 redis.call('SREM', KEYS[9], ARGV[1])
 local credit = redis.call('HGET', KEYS[7], held)
-if credit then redis.call('HINCRBY', KEYS[6], 'taken', -credit) end
+if credit then redis.call('HINCRBY', KEYS[6], 'taken', 0 - credit) end
 redis.call('HDEL', KEYS[7], held)
 redis.call('HDEL', KEYS[8], held)
 redis.call('HSET', KEYS[1], 'st', 'done', 'fin', ARGV[4])

@@ -7,6 +7,6 @@ local back = tonumber(credit) - tonumber(ARGV[2] ~= '' and ARGV[2] or 0)
 if back <= 0 and ARGV[2] ~= '' then return 0 end
 redis.call('HDEL', KEYS[2], '')  -- frees first: see scripts.py
 if ARGV[2] == '' then redis.call('HDEL', KEYS[2], ARGV[1]) else redis.call('HSET', KEYS[2], ARGV[1], ARGV[2]) end
-redis.call('HINCRBY', KEYS[1], 'taken', -back)
+redis.call('HINCRBY', KEYS[1], 'taken', 0 - back)
 redis.call('XADD', KEYS[3], '*', 'm', ARGV[3])
 return back

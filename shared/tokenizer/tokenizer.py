@@ -12,7 +12,8 @@ from tokenizers import AddedToken, decoders, models, processors
 
 from shared.errors import ModelError
 from shared.gguf_header import read_metadata
-from shared.tokenizer.detokenizer import ByteLevelPieces, Detokenizer, Pieces, pieces_for
+from shared.tokenizer import sentencepiece
+from shared.tokenizer.detokenizer import ByteLevelPieces, Detokenizer, Pieces, SentencePieces, pieces_for
 from shared.tokenizer.pretokenizers import pre_type
 
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
@@ -29,6 +30,7 @@ class Tokenizer:
     end_token_ids: tuple[int, ...]  # generation ends with any of them
     template_tokens: dict[str, str]  # bos_token, eos_token, ...: what chat templates may refer to
     chat_template: str | None
+    tool_chat_template: str | None = None  # for requests with tools, where the model has one of its own
 
     @cached_property
     def vocab_size(self) -> int:
@@ -54,6 +56,12 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of all the ids, special tokens left out."""
         return self.backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is written so; None: there is none."""
+        token_id = self.backend.token_to_id(text)
+        token = None if token_id is None else self.backend.get_added_tokens_decoder().get(token_id)
+        return token_id if token is not None and token.special else None
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """A new incremental decoder, for one choice."""
@@ -89,12 +97,21 @@ def _from_gguf(path: Path) -> Tokenizer:
         return _gguf_tokenizer(path, meta)
     except KeyError as exc:
         raise ModelError(f"model {path}: the GGUF metadata lacks tokenizer.ggml.{exc.args[0]}") from None
+    except (TypeError, ValueError, IndexError) as exc:
+        raise ModelError(f"model {path}: the GGUF metadata's tokenizer is damaged: {exc}") from None
 
 
 def _gguf_tokenizer(path: Path, meta: dict[str, Any]) -> Tokenizer:
-    if meta["model"] != "gpt2":
-        raise ModelError(f"model {path}: tokenizer type {meta['model']!r} is not supported in GGUF; byte-level BPE is")
-    backend = _byte_level_bpe(path, meta)
+    if meta["model"] == "llama":
+        backend, strip = sentencepiece.build(meta)
+        _surround(backend, meta, add_bos="bos_token_id" in meta)
+        pieces: Pieces = SentencePieces(backend, strip=strip)
+    elif meta["model"] == "gpt2":
+        backend = _byte_level_bpe(path, meta)
+        pieces = ByteLevelPieces(backend)
+    else:
+        known = "byte-level BPE (gpt2) and SentencePiece BPE (llama) are"
+        raise ModelError(f"model {path}: tokenizer type {meta['model']!r} is not supported in GGUF; {known}")
     tokens: list[str] = meta["tokens"]
     named = {
         name: tokens[token_id]
@@ -105,10 +122,11 @@ def _gguf_tokenizer(path: Path, meta: dict[str, Any]) -> Tokenizer:
     ends = [meta[key] for kind in _GGUF_END_TOKENS if (key := f"{kind}_token_id") in meta]
     return Tokenizer(
         backend=backend,
-        pieces=ByteLevelPieces(backend),
+        pieces=pieces,
         end_token_ids=tuple(dict.fromkeys(ends)),
         template_tokens={f"{name}_token": text for name, text in named.items()},
         chat_template=meta.get("chat_template"),
+        tool_chat_template=meta.get("chat_template.tool_use"),
     )
 
 
@@ -167,12 +185,14 @@ def _from_folder(folder: Path) -> Tokenizer:
     backend.no_padding()
     config = _read_json(folder / "tokenizer_config.json")
     named = {name: token for name in _TEMPLATE_TOKENS if (token := _token_text(config.get(name)))}
+    templates = _chat_templates(folder, config)
     return Tokenizer(
         backend=backend,
         pieces=pieces_for(backend, json.loads(text).get("decoder"), where=str(file)),
         end_token_ids=_end_tokens(folder, backend, named),
         template_tokens=named,
-        chat_template=_chat_template(folder, config),
+        chat_template=templates.get("default"),
+        tool_chat_template=templates.get("tool_use"),
     )
 
 
@@ -186,14 +206,15 @@ def _end_tokens(folder: Path, backend: tokenizers.Tokenizer, named: dict[str, st
     return () if token_id is None else (token_id,)
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """By name: the file, else what the configuration has, one (`default`) or a list of named ones."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = {t["name"]: t["template"] for t in template}.get("default")
-    return template
+        return {"default": file.read_text(encoding="utf-8")}
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        return {t["name"]: t["template"] for t in found if isinstance(t, dict) and "name" in t and "template" in t}
+    return {"default": found} if isinstance(found, str) else {}
 
 
 def _token_text(value: Any) -> str | None:

@@ -152,23 +152,29 @@ class Chaos:
     def _settle(self) -> None:
         """Everybody back, then nothing left of all that work."""
         began = time.monotonic()
-        for name in self._stack.services:
-            if not self._stack.is_running(name):
-                self._stack.start(name)
-        self._stack.wait_ready()
+        self._stack.wait_until(self._all_ready, "everybody ready", 180.0)
         workers = sum(name.startswith(("prefill", "decode")) for name in self._stack.services)
         with redis.Redis.from_url(self._stack.redis.url) as client:
 
             def at_rest() -> bool:
                 self.report.left = leftovers(client, self._keys)
+                self._all_ready()
                 return not self.report.left and num_workers(client, self._keys) == workers
 
             try:
+                self._stack.wait_until(at_rest, "nothing left in Redis", 120.0)
                 self._stack.wait_idle(60.0)
-                self._stack.wait_until(at_rest, "nothing left in Redis", 60.0)
             except AssertionError as exc:
                 self.report.left.append(str(exc).splitlines()[0])
         self.report.rest_s = time.monotonic() - began
+
+    def _all_ready(self) -> bool:
+        """Starts whoever is not there: one that was frozen may find only now that it was buried."""
+        for name in self._stack.services:
+            if not self._stack.is_running(name):
+                self.report.own_deaths[name] += 1
+                self._stack.start(name)
+        return all(self._stack.is_ready(name) for name in self._stack.services)
 
     def _read_logs(self) -> None:
         for path in self._stack.logs.iterdir():

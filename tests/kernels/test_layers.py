@@ -7,6 +7,16 @@ import torch
 from kernels import ops
 
 
+def test_gelu_mul_is_the_tanh_form():
+    """g/2 (1 + tanh(sqrt(2/pi) (g + 0.044715 g^3))) * up, gate first."""
+    gate_up = torch.randn(3, 20) * 3
+    out = torch.empty(3, 10)
+    ops.gelu_mul(out, gate_up)
+    gate, up = gate_up[:, :10].double(), gate_up[:, 10:].double()
+    want = gate / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+    torch.testing.assert_close(out, want.float())
+
+
 def test_rms_norm_equals_torch():
     """Same as `torch.nn.functional.rms_norm`."""
     x, weight = torch.randn(5, 48), torch.randn(48)

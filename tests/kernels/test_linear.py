@@ -18,7 +18,7 @@ from kernels.packing import (
     quantise_q8,
 )
 
-STORE, ADD, SILU_MUL = 0, 1, 2
+STORE, ADD, SILU_MUL, GELU_MUL = 0, 1, 2, 3
 SIZES = [(16, 32), (1, 32), (7, 64), (48, 96), (40, 40), (33, 7), (192, 576)]
 
 
@@ -80,7 +80,7 @@ def test_product_equals_the_unpacked_weights(fmt: Format, outputs: int, inputs: 
 @pytest.mark.parametrize("fmt", list(Format))
 @pytest.mark.parametrize("width", [16, 24, 96])
 def test_gate_and_up_in_one_product(fmt: Format, width: int, simd: bool):
-    """Blocks of gate and up in turns give silu(gate) * up, whatever the width."""
+    """Blocks of gate and up in turns give silu(gate) * up, or gelu(gate) * up, whatever the width."""
     gate, dense_gate = make_weights(fmt, width, 64, seed=3)
     up, dense_up = make_weights(fmt, width, 64, seed=4)
     both = interleave(gate, up, packed_bytes(fmt, OUTS, 64))
@@ -90,6 +90,9 @@ def test_gate_and_up_in_one_product(fmt: Format, width: int, simd: bool):
     g, u = meant @ dense_gate.T, meant @ dense_up.T
     got = linear(w, x, width, finish=SILU_MUL, simd=simd)
     np.testing.assert_allclose(got, g / (1 + np.exp(-g)) * u, rtol=1e-4, atol=1e-4)
+    got = linear(w, x, width, finish=GELU_MUL, simd=simd)
+    tanh = np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))
+    np.testing.assert_allclose(got, g / 2 * (1 + tanh) * u, rtol=1e-4, atol=1e-4)
 
 
 @settings(max_examples=60, deadline=None)

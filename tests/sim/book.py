@@ -6,6 +6,7 @@ and compares the answer, the request's record, its token log and what was said t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,8 @@ from shared.messages import (
     WorkerMsg,
     decode_request,
 )
-from tests.sim.redis_store import Store, Stream
+from tests.sim.redis_store import Store
+from tests.sim.redis_streams import Stream
 
 LIVE = ("dispatched", "prefill", "decode")
 _gateway = msgspec.msgpack.Decoder(GatewayMsg).decode
@@ -43,6 +45,7 @@ class Record:
     prefill: str = ""
     decode: str = ""
     tries: int = 0
+    nonce: str = ""  # of the last adoption
     log: list[int] = field(default_factory=list)
     finished: int = 0
 
@@ -54,6 +57,7 @@ class Book:
         self._store, self._keys, self._complain = store, keys, complain
         self._records: dict[str, Record] = {}
         self._term = 0
+        self.cancelled_in: Counter[str] = Counter()  # states of requests when they were cancelled
         self._said: dict[bytes, tuple[int, int]] = {}  # stream -> last id seen
 
     def forget_all(self) -> None:
@@ -159,6 +163,7 @@ class Book:
             if record is None or not is_live:
                 self._complain(f"cancelled {request_id}, which is {record}")
                 return
+            self.cancelled_in[record.state] += 1
             holders = [h for h in (record.prefill, record.decode) if h not in ("", "-")]
             told = holders if record.state != "queued" else []
             self._end(request_id, record, "cancelled")
@@ -184,6 +189,33 @@ class Book:
             marker = EpochRaised(request_id, epoch + 1, len(record.log))  # type: ignore[arg-type]
             self._expect(last == marker, f"requeue of {request_id}/{epoch}: {last} instead of {marker}")
             self._compare(request_id)
+        for holder in told:
+            self._expect_told(holder, request_id, epoch)
+
+    def _after_submit_adopt(self, keys: list[str], args: list[Any], answer: bytes) -> None:
+        owner, request_id, epoch, nonce = str(args[0]), str(args[1]), int(args[2]), str(args[9])
+        record = self._records.get(request_id)
+        if answer != b"adopted":
+            return
+        if record is None:
+            self._complain(f"adopted {request_id}, which nobody knows")
+            return
+        if record.nonce == nonce:
+            return  # the same again
+        record.nonce, record.gateway = nonce, owner
+        if record.state == "done":
+            last = self._last(keys[4], _gateway)
+            self._expect(isinstance(last, Finished), f"{owner} adopts the end of {request_id}: {last} was said")
+            return
+        self._expect(record.epoch == epoch, f"adoption of {request_id}/{epoch}: {record}")
+        told = [h for h in (record.prefill, record.decode) if h not in ("", "-")] if record.state in LIVE else []
+        record.state, record.epoch, record.finished = "queued", epoch + 1, 0
+        record.attempt = record.holder = record.prefill = record.decode = ""
+        self._expect(keys[1].encode() not in self._store.deadlines, f"{request_id} is adopted and expires")
+        marker = EpochRaised(request_id, epoch + 1, len(record.log))  # type: ignore[arg-type]
+        last = self._last(keys[4], _gateway)
+        self._expect(last == marker, f"adoption of {request_id}/{epoch}: {last} instead of {marker}")
+        self._compare(request_id)
         for holder in told:
             self._expect_told(holder, request_id, epoch)
 

@@ -1,17 +1,20 @@
 """The simulated clients: what they ask, what they hear, and what they must have heard in the end."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
+from typing import TYPE_CHECKING, ClassVar
 
 import anyio
 
 from services.engine.fake_runner import VOCAB_SIZE, fake_answer
 from services.gateway.errors import ApiError
 from services.gateway.generation import Delta, Generation, Services
-from shared.clock import Clock
 from shared.hashing import block_hashes, chain_root
 from shared.ids import Incarnation, RequestId
 from shared.messages import GenerateRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
 
 BLOCK = 4
 ROOT = chain_root()
@@ -19,6 +22,12 @@ ROOT = chain_root()
 
 class Words:
     """Stands for the tokenizer: token 7 is the text `7 `."""
+
+    vocab_size = VOCAB_SIZE
+    max_token_bytes = None
+    end_token_ids = ()
+    chat_template = None
+    template_tokens: ClassVar[dict[str, str]] = {}
 
     def detokenizer(self) -> "Words":
         return self
@@ -28,6 +37,16 @@ class Words:
 
     def flush(self) -> str:
         return ""
+
+
+@dataclass(frozen=True)
+class Queued:
+    """How an ask comes through the Redis queue in place of HTTP."""
+
+    bad: str = ""  # what is wrong with it, see `submits.BAD_STATUS`; "" = nothing
+    again_after: float | None = None  # submitted again under the same id, seconds later
+    again_seed: int | None = None  # and then with another seed
+    reply: bool = False  # wants a copy of the result
 
 
 @dataclass(frozen=True)
@@ -44,6 +63,7 @@ class Ask:
     stop_text: str = ""
     leaves_after: float | None = None  # seconds after its arrival
     reads_every: float = 0.0  # a slow client pauses between reads
+    queued: Queued | None = None
 
     def expected(self) -> tuple[str, str]:
         """Text and reason, from the fake model's definition."""
@@ -70,8 +90,13 @@ class Ask:
         )
 
 
-def draw_asks(rng: Random, count: int, rate: float, leavers: float, *, talkative: bool) -> list[Ask]:
-    """Arrivals in bursts, short and long prompts, shared prefixes, stops, cancels, slow readers."""
+def draw_asks(
+    rng: Random, count: int, rate: float, leavers: float, *, talkative: bool, queued: float = 0.15
+) -> list[Ask]:
+    """Arrivals in bursts, short and long prompts, shared prefixes, stops, cancels, slow readers, submissions.
+
+    :param queued: part of the asks that come through the Redis queue.
+    """
     prefixes = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((4, 8, 12, 17)))) for _ in range(4)]
     at, asks = 0.0, []
     for i in range(count):
@@ -80,8 +105,17 @@ def draw_asks(rng: Random, count: int, rate: float, leavers: float, *, talkative
         more = rng.choice((1, 2, 5, 9, 9, 16, 21)) if rng.random() < 0.93 else rng.randrange(40, 90)
         prompt += tuple(rng.randrange(VOCAB_SIZE) for _ in range(more))
         max_tokens = rng.choice((1, 2, 3, 5, 8, 8, 13)) if rng.random() < (0.5 if talkative else 0.95) else 40
-        asks.append(_draw(rng, f"r{i}", at, prompt, max_tokens, leavers))
+        ask = _draw(rng, f"r{i}", at, prompt, max_tokens, leavers)
+        asks.append(_through_queue(rng, ask) if rng.random() < queued else ask)
     return asks
+
+
+def _through_queue(rng: Random, ask: Ask) -> Ask:
+    bad = rng.choice(("json", "value", "long", "request", "reply", "id")) if rng.random() < 0.1 else ""
+    again_after = rng.choice((0.0, 0.1, 3.0)) if rng.random() < 0.2 and bad != "id" else None
+    again_seed = rng.randrange(100) if again_after is not None and not bad and rng.random() < 0.5 else None
+    queued = Queued(bad, again_after, again_seed, bad == "reply" or rng.random() < 0.3)
+    return replace(ask, stop_token=None, leaves_after=None, reads_every=0.0, priority=0, queued=queued)
 
 
 def _draw(rng: Random, name: str, at: float, prompt: tuple[int, ...], max_tokens: int, leavers: float) -> Ask:
@@ -129,8 +163,9 @@ class Call:
         if delta.finish_reason is not None:
             self.ends += 1
 
-    async def talk(self, services: Services, gateway: Incarnation, clock: Clock) -> None:
+    async def talk(self, services: Services, gateway: Incarnation, world: "World") -> None:
         """The HTTP request, from arrival to end, inside its gateway."""
+        clock = world.clock
         self.started_at = clock.now()
         reason = ""
         stops = [self.ask.stop_text] if self.ask.stop_text else []
@@ -142,7 +177,7 @@ class Call:
                     stops,
                     endpoint="completions",
                     stream=True,
-                    arrived_at=clock.now(),
+                    arrived_at=services.clock.now(),
                 ) as generation:
                     while deltas := await generation.read():
                         for delta in deltas:
@@ -153,7 +188,9 @@ class Call:
                 self.end(reason, clock.now())
         except ApiError as exc:
             self.end("error", clock.now(), f"{exc.status} {exc.code or exc.message}")
-        self.end("left", clock.now())  # only if it was cancelled
+        if self.is_open:  # it was cancelled
+            self.end("left", clock.now())
+            world.judge.left(self)
 
     def fault(self) -> str:
         """What is wrong with what was heard; "" if nothing."""

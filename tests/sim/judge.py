@@ -10,7 +10,9 @@ from shared.messages import ReleaseAnswer, Tokens, encode
 from shared.roster import MISSED_GREETINGS
 from tests.sim.book import Book
 from tests.sim.calls import Call
-from tests.sim.redis_store import Stream
+from tests.sim.redis_streams import Stream
+from tests.sim.results import ResultBook
+from tests.sim.submits import Submitter
 
 if TYPE_CHECKING:
     from tests.sim.machines import Life
@@ -18,6 +20,12 @@ if TYPE_CHECKING:
 
 GRACE_S = 0.3
 """A healthy worker has heard of a cancel so long after it took effect."""
+
+OVER = {"cancel": (b"cancelled",), "requeue": (b"requeued", b"failed"), "complete": (1,)}
+"""After these answers nobody may go on with that epoch of the request."""
+
+CANCEL_GRACE_S = 0.5
+"""A healthy gateway has cancelled so long after its client left."""
 
 CREDITED = {"dispatch": (3,), "refund": (0,), "complete": (5,)}
 """Scripts that move credit, and where the worker's key stands in their keys."""
@@ -29,17 +37,22 @@ class Judge:
     def __init__(self, world: World) -> None:
         self._world = world
         self._heard: dict[tuple[str, RequestId], tuple[int, int]] = {}  # (worker, request) -> (epoch, step)
-        self._cancelled: dict[str, float] = {}
+        self._over: dict[str, tuple[int, float]] = {}  # request -> (its last epoch that is over, since)
+        self._left: dict[str, float] = {}  # request -> when its client was gone
+        self._requeues: dict[str, int] = {}
+        self._exhausted: set[str] = set()  # requests that ended because no attempt was left
         self._calls: dict[str, list[Call]] = {}
         self._gateways: dict[str, Life] = {}
         self.disturbed_at = 0.0
         self._troubles: list[tuple[float, float]] = []
         self.num_ghosts = 0
+        self.last_end = 0.0  # when a request was completed or a client left
         self._held: set[tuple[str, str, int]] = set()  # (reader, request, epoch)
-        self._book = Book(world.redis.store, world.keys, world.violate)
+        self.book = Book(world.redis.store, world.keys, world.violate)
+        self.results = ResultBook(world)
         world.redis.observers.append(self.script_ran)
-        if world.plan.with_book:
-            world.redis.observers.append(self._book.script_ran)
+        world.redis.observers.append(self.book.script_ran)
+        world.redis.observers.append(self.results.script_ran)
 
     # --- events ---
 
@@ -55,9 +68,21 @@ class Judge:
         if epoch > known[0]:
             self._heard[life.incarnation, request_id] = (epoch, step)
 
+    def left(self, call: Call) -> None:
+        """Its client is gone, and its gateway knows."""
+        self._left[call.ask.name] = self.last_end = self._world.clock.now()
+
     def script_ran(self, name: str, keys: list, args: list, answer: object) -> None:
-        if name == "cancel" and answer == b"cancelled":
-            self._cancelled.setdefault(str(args[0]), self._world.clock.now())
+        if answer in OVER.get(name, ()):
+            self._over[str(args[0])] = (int(args[1]), self._world.clock.now())
+        if name == "complete" and answer == 1:
+            self.last_end = self._world.clock.now()
+        if name == "submit_adopt" and answer == b"adopted":
+            self._adopted(str(args[1]), int(args[2]))
+        if name == "requeue":
+            self._count_attempts(str(args[0]), answer)
+        if name == "admit" and answer == b"admitted":
+            self._check_bound(int(args[3]))
         if name in ("bury", "bury_gateway") and answer is not None:
             self._buried(str(args[0]))
         for place in CREDITED.get(name, ()):
@@ -71,8 +96,31 @@ class Judge:
 
     def wiped(self) -> None:
         """Redis has lost everything: what it said before counts no more."""
-        self._cancelled.clear()
-        self._book.forget_all()
+        self._over.clear()
+        self._requeues.clear()
+        self.book.forget_all()
+        self.results.forget_all()
+
+    def _adopted(self, request_id: str, epoch: int) -> None:
+        """What another gateway goes on with is over at its old epoch."""
+        if epoch > self._over.get(request_id, (0, 0.0))[0]:
+            self._over[request_id] = (epoch, self._world.clock.now())
+
+    def _count_attempts(self, request_id: str, answer: object) -> None:
+        """A request is tried so often and no more."""
+        limit = self._world.plan.max_attempts
+        tries = self._requeues.get(request_id, 0) + (answer in (b"requeued", b"failed"))
+        self._requeues[request_id] = tries
+        if (answer == b"requeued" and tries >= limit) or (answer == b"failed" and tries != limit):
+            self._world.violate(f"{request_id} was lost {tries} times of {limit}, says requeue: {answer}")
+        if answer == b"failed":
+            self._exhausted.add(request_id)
+
+    def _check_bound(self, limit: int) -> None:
+        """The queue is no longer than whoever queued last allowed."""
+        waiting = len(self._world.redis.store.get(self._world.keys.queued().encode()) or ())
+        if waiting > limit:
+            self._world.violate(f"{waiting} wait in the queue, {limit} may")
 
     def haunt(self) -> None:
         """The streams of the gateways say their last word again, and a late word of an old epoch, wrong in itself. No
@@ -119,8 +167,7 @@ class Judge:
         life = next((one for one in world.all_lives if one.incarnation == incarnation), None)
         if life is None or not life.is_alive or life.stopping.is_set() or life.hung:
             return
-        blind = life.proc.frozen or life.client.partitioned
-        if not blind and world.clock.now() - life.disturbed_at > 1.0:
+        if not life.is_blind and world.clock.now() - life.disturbed_at > 1.0:
             world.violate(f"{incarnation} was buried alive")
 
     def nobody_waits_for(self, life: Life) -> None:
@@ -137,10 +184,12 @@ class Judge:
         """Whether a scheduler has been leading, well and free to reap for so long."""
         world = self._world
         life = world.lives["scheduler-0"]
-        if not life.is_alive or life.scheduler is None or life.proc.frozen or life.client.partitioned:
+        if not life.is_alive or life.scheduler is None or life.is_blind:
             return False
-        now, reaper = world.clock.now(), life.scheduler.reaper
-        quiet_since = max(reaper._quiet_since, life.link.last_outage or 0.0, life.disturbed_at)
+        now, reaper = life.clock.now(), life.scheduler.reaper
+        ahead = now - world.clock.now()  # its own clock is another one
+        disturbed_at = max(life.disturbed_at, self.disturbed_at) + ahead
+        quiet_since = max(reaper._quiet_since, life.link.last_outage or 0.0, disturbed_at)
         in_time = now - reaper.last_look < 1.0 and not world.redis.down
         return in_time and now - quiet_since > world.settings.lease.lease_s + for_s
 
@@ -160,13 +209,19 @@ class Judge:
         told = self._heard.get((life.incarnation, RequestId(request_id)))
         if told is not None and int(epoch) <= told[0] and step > told[1] + 1:
             self._world.violate(f"{life.incarnation} works on {seq_id}, whose cancel it heard before")
-        since = self._cancelled.get(request_id)
-        now = self._world.clock.now()
-        if since is None:
-            return
         grace_s = GRACE_S + 0.1 * life.slowness * self._world.plan.pace
-        if now - max(since, life.disturbed_at, self.disturbed_at) > grace_s:
-            self._world.violate(f"{life.incarnation} works on {seq_id}, cancelled {now - since:.2f} s ago")
+        now, blind_until = self._world.clock.now(), max(life.disturbed_at, self.disturbed_at)
+        last_epoch, since = self._over.get(request_id, (0, now))
+        if int(epoch) <= last_epoch and now - max(since, blind_until) > grace_s:
+            self._world.violate(f"{life.incarnation} works on {seq_id}, over {now - since:.2f} s ago")
+        since = self._left.get(request_id, now)
+        if (
+            now - max(since, blind_until) <= grace_s + CANCEL_GRACE_S
+            or (gateway := self._gateways[request_id]).over.is_set()
+        ):
+            return
+        if now - max(since, gateway.disturbed_at) > grace_s + CANCEL_GRACE_S and not gateway.is_blind:
+            self._world.violate(f"{life.incarnation} works on {seq_id}, whose client left {now - since:.2f} s ago")
 
     # --- at a fine grain ---
 
@@ -185,6 +240,8 @@ class Judge:
     def look(self) -> None:
         """Pools and books of everybody who is alive."""
         self._check_leases()
+        for failure in self._world.redis.failed_scripts:
+            self._world.violate(failure)
         for key in [key for key in self._world.redis.store.data if b"}:worker:" in key]:
             self._check_credit(key)
         for life in self._world.lives.values():
@@ -210,6 +267,8 @@ class Judge:
             if life.engine is not None and (busy := self._busy(life)):
                 return f"{life.incarnation}: {busy}"
         for key, value in list(store.data.items()):
+            if key == world.keys.dead().encode():
+                continue
             if isinstance(value, Stream) and len(value.ids) > 8 * key.endswith(b":kv") and key not in store.deadlines:
                 return f"{key.decode()} has {len(value.ids)} entries"
         for key in [key for key in store.data if b"}:held:" in key or b"}:open:" in key]:
@@ -217,7 +276,7 @@ class Judge:
         for name in (world.keys.queued(), world.keys.leases()):
             if store.get(name.encode()):
                 return f"{name} is not empty"
-        return self._index_differs() or self._keys_left()
+        return self.results.noise() or self._index_differs() or self._keys_left()
 
     def _busy(self, life: Life) -> str:
         assert life.engine is not None
@@ -254,10 +313,17 @@ class Judge:
             if call.outcome == "error" and not self._may_fail(call):
                 world.violate(f"{call.ask.name}: error {call.error}")
 
-    def _may_fail(self, call: Call) -> bool:
-        """Only if the queue is short, or its gateway was given up as dead because it could not speak for too long."""
+    def _may_fail(self, call: Call | Submitter) -> bool:
+        """Only if the queue is short, no attempt is left, its gateway was stopped or given up as dead because it could
+        not speak for too long, or it is the client's own fault."""
+        if isinstance(call, Submitter):
+            return self.results.may_fail(call, self._exhausted)
         if call.error.startswith("429"):
             return self._world.plan.max_queued < 1000
+        if call.ask.name in self._exhausted:
+            return True
+        if call.error == "503 shutting_down":
+            return self._gateways[call.ask.name].stopping.is_set()
         blind_s, until = 0.0, 0.0
         for start, end in sorted(self._troubles + self._gateways[call.ask.name].troubles):
             if call.started_at - 10 < end and start < call.ended_at:
@@ -269,7 +335,7 @@ class Judge:
         """Keys that belong to nobody alive and do not expire."""
         world, store = self._world, self._world.redis.store
         alive = {life.incarnation.encode() for life in world.lives.values() if life.is_alive}
-        shared = {b"sched", b"kv", b"index", b"workers", b"leader", b"deployment_key", b"gateways"}
+        shared = {b"sched", b"kv", b"index", b"workers", b"leader", b"deployment_key", b"gateways", b"submit", b"dead"}
         for key in store.live_keys():
             parts = key.split(b":", 2)
             if key in store.deadlines or parts[1] in shared or (len(parts) > 2 and parts[2] in alive):

@@ -11,15 +11,18 @@ import random
 from asyncio import base_events
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import Context, ContextVar, copy_context
 from itertools import count
 from typing import Any
 from unittest.mock import patch
 
+from anyio import lowlevel
 from anyio._backends._asyncio import CancelScope
+from anyio._core import _eventloop, _synchronization, _tasks
 
 START_S = 1000.0
+IN_CALLBACK = "exception in a callback"
 MIX_P = 0.3  # how often a turn begins with a change of order
 
 
@@ -85,10 +88,30 @@ def _init_in_order(scope: CancelScope, *args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def numbered() -> Iterator[None]:
-    """Tasks are numbered from 0, and scopes keep their order."""
+    """Tasks are numbered from 0, and scopes keep their order; anyio need not find out each time which library runs."""
     NumberedTask._numbers = count()
-    with patch.object(CancelScope, "__init__", _init_in_order):
+    backend = _eventloop.get_async_backend("asyncio")
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(CancelScope, "__init__", _init_in_order))
+        for module in (_eventloop, _synchronization, _tasks, lowlevel):
+            stack.enter_context(patch.object(module, "get_async_backend", lambda *_: backend))
         yield
+
+
+class Timer(asyncio.TimerHandle):
+    """One that the loop is not told of when it is cancelled: it looks when the time has come."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, when: float, callback: Callable[..., object], args: Any, loop: Any, context: Context | None
+    ) -> None:
+        asyncio.Handle.__init__(self, callback, args, loop, context)
+        self._when = when
+        self._scheduled = False
+
+    def cancel(self) -> None:
+        asyncio.Handle.cancel(self)
 
 
 class _NoSelector:
@@ -160,11 +183,16 @@ class VirtualLoop(base_events.BaseEventLoop):
                 if proc.frozen:
                     proc.stash.append(handle)
                     continue
-            handle._run()
+            try:  # what `Handle._run` does, without its frame
+                handle._context.run(handle._callback, *handle._args)  # type: ignore[misc]
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as exc:
+                self.call_exception_handler({"message": IN_CALLBACK, "exception": exc})
 
     def _move_time(self) -> None:
         ready, timers = self._ready, self._timers
-        if not ready or all(_is_retry(handle) for handle in ready):
+        if not ready or (_is_retry(ready[0]) and all(map(_is_retry, ready))):
             while timers and timers[0][2]._cancelled:
                 heapq.heappop(timers)
             if not timers:
@@ -188,10 +216,15 @@ class VirtualLoop(base_events.BaseEventLoop):
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer = Timer(when, callback, args, self, context)
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers, timer))
         return timer
+
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
 
     def call_later(
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None

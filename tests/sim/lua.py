@@ -21,7 +21,7 @@ class _Here:
 
 
 def _call(name: bytes, *args: Any) -> Any:
-    answer = _Here.store.run(name.upper(), *args)
+    answer = _Here.store.run(name, *args)
     if answer is None:
         return False
     if type(answer) is list:

@@ -15,9 +15,11 @@ from services.engine.engine import Engine
 from services.engine.fake_runner import FakeRunner
 from services.engine.planner import Planner, PlannerLimits
 from services.engine.types import StepPlan, StepResult
+from services.gateway.app import build_app
 from services.gateway.generation import Services
 from services.gateway.keeper import Keeper
-from services.gateway.ports import NullObserver
+from services.gateway.queue_ingress import QueueIngress
+from services.gateway.queue_job import JobParts, QueueCounts
 from services.gateway.redis_port import RedisRequestPort
 from services.gateway.streams import Streams
 from services.prefill.worker import PrefillWorker
@@ -32,6 +34,7 @@ from shared.leases import Leases
 from shared.messages import PROTOCOL_VERSION, Registration, Role, SourceRef
 from shared.redis_link import RedisLink
 from shared.roster import Roster
+from shared.submissions import Submissions
 from shared.worker_link import WorkerLink
 from tests.sim.calls import BLOCK, Words
 from tests.sim.loop import Proc
@@ -53,7 +56,7 @@ class Life:
         self.incarnation = Incarnation(f"{name}.{number}")
         self.proc = Proc(self.incarnation)
         self.client = SimClient(world.redis)
-        self.clock = world.clock
+        self.clock = world.clock_of_a_life()
         self.scope = anyio.CancelScope()
         self.over = anyio.Event()  # dead or ended: nothing of it reaches the world any more
         self.ready = False
@@ -83,6 +86,11 @@ class Life:
     @property
     def is_alive(self) -> bool:
         return not self.over.is_set()
+
+    @property
+    def is_blind(self) -> bool:
+        """It cannot hear or act just now."""
+        return self.proc.frozen or self.client.partitioned
 
     def wake(self, now: float, blind_s: float) -> None:
         """It can hear and act again."""
@@ -284,19 +292,55 @@ async def index_main(life: Life) -> None:
     await life.index.run()
 
 
+class NoGrammars:
+    """Nobody asks for a grammar here."""
+
+
 async def gateway_main(life: Life) -> None:
     settings = life.world.settings
     port = RedisRequestPort(
         *(life.incarnation, life.leases, life.roster, life.bus, life.keys, life.clock, settings.gateway.max_queued)
     )
-    streams = Streams(port, life.clock, NullObserver())
-    keeper = Keeper(port, streams, life.clock, settings.lease)
+    app = build_app(
+        port=port,
+        tokenizer=Words(),  # type: ignore[arg-type]
+        model_name="sim",
+        incarnation=life.incarnation,
+        config=settings.gateway,
+        clock=life.clock,
+        randomness=life.randomness,
+        offload=StepOffload(life),
+        grammars=NoGrammars(),  # type: ignore[arg-type]
+    )
+    streams: Streams = app.state.streams
+    keeper = Keeper(port, streams, life.clock, settings.lease, settings.gateway.queue_timeout_s)
+    submissions = Submissions(
+        *(life.link, life.keys, life.clock, life.randomness, life.incarnation, settings.gateway.result_ttl_s)
+    )
+    shared = JobParts(app.state.parts, app.state.endpoints, submissions, life.leases, QueueCounts())
+    ingress = QueueIngress(submissions, shared, life.clock, settings.gateway)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(streams.run)
         tasks.start_soon(keeper.run)
-        life.tasks = tasks
-        life.services = Services(port, streams, Words(), life.clock, NullObserver())  # type: ignore[arg-type]
-        life.ready = True
+        life.tasks, life.services = tasks, app.state.parts.services
+        async with anyio.create_task_group() as serving:
+            serving.start_soon(ingress.run)
+            life.ready = True
+            await life.stopping.wait()
+            life.ready = False
+            serving.cancel_scope.cancel()
+        await _end_calls(life, streams)
+        life.exit = "drained"
+        tasks.cancel_scope.cancel()
+
+
+async def _end_calls(life: Life, streams: Streams) -> None:
+    """Let what was begun over HTTP end; what has not by then is told so."""
+    calls, until = life.world.judge.calls_of(life), life.clock.now() + DRAIN_S
+    while life.clock.now() < until and any(call.is_open for call in calls):
+        await life.clock.sleep(0.05)
+    streams.refuse_all("shutting_down")
+    await life.clock.sleep(0.2)
 
 
 MAINS: dict[str, Callable[[Life], Awaitable[None]]] = {

@@ -12,6 +12,21 @@ FAULTS = (
     *("cut", "flip", "kv_loss", "kv_repeat"),
 )
 RARE = ("wipe", "usurp", "drain", "jump", "ghost", "bad_steps", "hang")
+ROLES = ("prefill", "decode", "gateway", "scheduler", "index")
+EVERY_KIND = (
+    *(f"{kind} {role}" for kind in ("crash", "freeze", "partition", "slow") for role in ROLES),
+    *("redis_down", "wipe", "lost_replies", "flip", "kv_loss", "kv_repeat", "jump", "ghost", "bad_steps"),
+    *(
+        "cut prefill",
+        "usurp scheduler",
+        "drain prefill",
+        "drain decode",
+        "drain gateway",
+        "hang prefill",
+        "hang decode",
+    ),
+)
+"""What must have struck over the seeds of a long run, whom where it matters."""
 HANG_S = 14.0
 """A step that never ends: by then nobody may wait for that worker any more, and it is killed."""
 
@@ -43,7 +58,6 @@ class Plan:
     check_every: int = 16  # steps between two checks of an engine
     pace: float = 1.0
     shm: bool = False  # readers copy from the source's memory, instead of being sent the bytes
-    with_book: bool = True  # hold every script against the model of `book.py`
 
 
 def draw(
@@ -54,6 +68,7 @@ def draw(
     every_s: float = 0.6,
     pace: float = 0,
     leavers: float = 0.1,
+    queued: float = 0.15,
 ) -> Plan:
     """The plan of a seed.
 
@@ -61,11 +76,12 @@ def draw(
     :param every_s: mean time between two faults.
     :param pace: how long steps take, 1 to 10: slow ones give the faults time to meet requests. 0 = the seed's choice.
     :param leavers: part of the clients that leave early.
+    :param queued: part of the clients that come through the Redis queue.
     """
     rng = Random(f"plan {seed}")
     pace = pace or rng.choice((1, 1, 3, 10))
     rate = rng.choice((60.0, 120.0, 200.0)) / pace**0.5
-    asks = tuple(draw_asks(rng, num_requests, rate, leavers, talkative=rng.random() < 0.25))
+    asks = tuple(draw_asks(rng, num_requests, rate, leavers, talkative=rng.random() < 0.25, queued=queued))
     num_prefill, num_decode = rng.choice(((2, 2), (1, 2), (2, 1), (3, 2), (1, 1), (0, 2)))
     slots = [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]
     slots += ["gateway-0", "gateway-1", "scheduler-0", "index-0"]
@@ -82,7 +98,7 @@ def draw(
         shm=rng.random() < 0.5,
         max_queued=30 if seed % 8 == 7 else 100_000,
         thorough=seed % 4 == 0,
-        with_book=seed % 3 == 0,
+        max_attempts=3 if seed % 5 == 2 else 12,
     )
 
 
@@ -103,7 +119,7 @@ def _fault(rng: Random, at: float, slots: list[str], kinds: Sequence[str]) -> Fa
         case "crash" | "cut":
             return Fault(at, kind, rng.choice(slots))
         case "drain":
-            return Fault(at, kind, rng.choice(workers))
+            return Fault(at, kind, rng.choice([*workers, "gateway-0", "gateway-1"]))
         case "hang":
             return Fault(at, kind, rng.choice(workers), HANG_S)
         case "wipe" | "ghost":
@@ -118,8 +134,18 @@ def _fault(rng: Random, at: float, slots: list[str], kinds: Sequence[str]) -> Fa
             return Fault(at, kind, rng.choice(slots), rng.choice((0.2, 0.8, 2.0, 5.0)))
         case "nap":  # just long enough to be given up
             return Fault(at, "freeze", rng.choice(workers), rng.choice((0.3, 1.4, 1.7)))
+        case "widow":  # a gateway dies, and others go on with its submissions
+            return Fault(at, "crash", rng.choice(("gateway-0", "gateway-1")))
+        case "stupor":  # so long that the gateway is buried
+            return Fault(at, "freeze", rng.choice(("gateway-0", "gateway-1")), 5.0)
+        case "blink":  # too short to be given up
+            return Fault(at, "partition", rng.choice(workers), rng.choice((0.3, 0.6, 0.9)))
+        case "doze_gateway":  # long enough to lose its submissions to another
+            return Fault(at, "freeze", rng.choice(("gateway-0", "gateway-1")), rng.choice((2.2, 3.0)))
         case "doze":
             return Fault(at, "freeze", rng.choice([slot for slot in workers if slot.startswith("decode")]), 0.3)
+        case "island":  # cut off for long enough to be given up, then heard of again
+            return Fault(at, "partition", rng.choice(workers), rng.choice((1.6, 2.4)))
         case "partition":
             return Fault(at, kind, rng.choice(slots), rng.choice((0.2, 0.8, 2.0, 5.0)))
         case "slow":

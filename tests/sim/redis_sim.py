@@ -13,14 +13,15 @@ from random import Random
 from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.redis_link import SOCKET_TIMEOUT_S
 from shared.scripts import sources
 from tests.sim.loop import NOBODYS, VirtualLoop
 from tests.sim.lua import evaluate
-from tests.sim.redis_store import Store
+from tests.sim.redis_store import Store, raw
+from tests.sim.redis_streams import Refused
 
 SCRIPTS = sources()
 _NAMES = {sha1(text.encode()).hexdigest(): name for name, text in SCRIPTS.items()}
@@ -31,14 +32,25 @@ Observer = Callable[[str, list[Any], list[Any], Any], None]
 """Told of each script that ran: name, keys, args, answer."""
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A read that blocks: what to execute, and where entries must come for it to be worth another look."""
+
+    keys: frozenset[bytes]
+    ms: int
+    look: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        return self.look()
+
+
 @dataclass(slots=True)
 class Blocked:
     """A reader that waits for entries."""
 
     client: "SimClient"
     reply: Reply
-    count: int
-    wanted: dict[bytes, bytes]
+    read: Read
     timer: asyncio.TimerHandle
 
 
@@ -65,6 +77,7 @@ class SimRedis:
         self.observers: list[Observer] = []
         self.filters: list[Callable[[bytes, list[Any]], bool]] = []  # False: the XADD is swallowed
         self.num_commands = 0
+        self.failed_scripts: list[str] = []  # none may ever fail
         self._blocked: list[Blocked] = []
         self._open: dict[Reply, None] = {}
 
@@ -110,11 +123,11 @@ class SimRedis:
         loop.call_later(delay, self._execute, client, reply, execute, context=NOBODYS)
         return reply
 
-    def block(self, client: "SimClient", reply: Reply, count: int, wanted: dict[bytes, bytes], ms: int) -> None:
+    def block(self, client: "SimClient", reply: Reply, read: Read) -> None:
         """Answer when entries come, or with nothing after the time."""
         self._open[reply] = None
-        timer = self._loop.call_later(ms / 1000, self._unblock, reply, context=NOBODYS)
-        self._blocked.append(Blocked(client, reply, count, wanted, timer))
+        timer = self._loop.call_later(read.ms / 1000, self._unblock, reply, context=NOBODYS)
+        self._blocked.append(Blocked(client, reply, read, timer))
 
     def _execute(self, client: "SimClient", reply: Reply, execute: Callable[[], Any]) -> None:
         if self._open.pop(reply, False) is False:
@@ -122,17 +135,27 @@ class SimRedis:
         self.num_commands += 1
         try:
             answer = execute()
+        except Refused as exc:
+            _fail(reply, ResponseError(str(exc)))
+            return
         except NoScriptError as exc:
             _fail(reply, exc)
             return
-        if answer is _LATER:
-            self.block(client, reply, *execute.wait)  # type: ignore[attr-defined]
+        if answer is None and isinstance(execute, Read):
+            self.block(client, reply, execute)
         elif self._rng.random() < self.network.lose_reply_p:
             _fail(reply, RedisConnectionError("connection reset"))
         else:
-            _answer(reply, answer)
+            self._reply(client, reply, answer)
         if self.store.added:
             self._serve_blocked()
+
+    def _reply(self, client: "SimClient", reply: Reply, answer: Any) -> None:
+        """What is sent into a partition is lost there."""
+        if client.partitioned:
+            client.hanging.append(reply)
+        else:
+            _answer(reply, answer)
 
     def _unblock(self, reply: Reply) -> None:
         self._blocked = [b for b in self._blocked if b.reply is not reply]
@@ -141,12 +164,12 @@ class SimRedis:
 
     def _serve_blocked(self) -> None:
         added, self.store.added = self.store.added, set()
-        for blocked in [b for b in self._blocked if not added.isdisjoint(b.wanted)]:
-            if blocked.reply.done():
+        for blocked in [b for b in self._blocked if not added.isdisjoint(b.read.keys)]:
+            if blocked.reply.done() or blocked.client.severed:
                 self._drop(blocked)
-            elif (found := self.store.xread(blocked.count, blocked.wanted)) is not None:
+            elif (found := blocked.read()) is not None:
                 self._drop(blocked)
-                _answer(blocked.reply, found)
+                self._reply(blocked.client, blocked.reply, found)
 
     def _drop(self, blocked: Blocked) -> None:
         self._blocked.remove(blocked)
@@ -167,7 +190,11 @@ class SimRedis:
         return b"0-1"
 
     def script(self, name: str, keys: list[Any], args: list[Any]) -> Any:
-        answer = evaluate(self.store, self._texts[name], keys, args)
+        try:
+            answer = evaluate(self.store, self._texts[name], keys, args)
+        except Refused as exc:
+            self.failed_scripts.append(f"{name}.lua: {exc}")
+            raise
         for observe in self.observers:
             observe(name, keys, args, answer)
         return answer
@@ -181,26 +208,6 @@ class SimRedis:
         name = _BY_TEXT[text]
         self._known.add(sha1(text.encode()).hexdigest())
         return self.script(name, keys, args)
-
-
-class _Later:
-    """The answer of a read that blocks."""
-
-
-_LATER = _Later()
-
-
-class _Read:
-    """XREAD, as something to execute."""
-
-    def __init__(self, server: SimRedis, count: int, ms: int, wanted: dict[bytes, bytes]) -> None:
-        self._server = server
-        self.wait = (count, wanted, ms)
-
-    def __call__(self) -> Any:
-        count, wanted, _ = self.wait
-        found = self._server.store.xread(count, wanted)
-        return _LATER if found is None else found
 
 
 class SimClient:
@@ -227,12 +234,21 @@ class SimClient:
         return server.send(self, lambda: server.command(list(args)))
 
     def execute_command(self, *args: Any) -> Reply:
-        if args[0] != "XREAD":
-            return self._run(*args)
-        _, _, count, _, ms, _, *rest = args
-        half = len(rest) // 2
-        wanted = dict(zip(rest[:half], rest[half:], strict=True))
-        return self._server.send(self, _Read(self._server, count, ms, wanted))
+        if args[0] in ("XREAD", "XREADGROUP"):
+            return self._server.send(self, self._read(list(args)))
+        return self._run(*args)
+
+    def _read(self, args: list[Any]) -> Read:
+        streams = self._server.store.streams
+        if args[0] == "XREAD":
+            _, _, count, _, ms, _, *rest = args
+            half = len(rest) // 2
+            wanted = dict(zip(map(raw, rest[:half]), map(raw, rest[half:]), strict=True))
+            return Read(frozenset(wanted), ms, lambda: streams.xread(count, wanted))
+        _, _, group, consumer, _, count, _, ms, _, key, last = args
+        assert last == ">"
+        name, reader, stream = raw(group), raw(consumer), raw(key)
+        return Read(frozenset((stream,)), ms, lambda: streams.xreadgroup(name, reader, count, stream))
 
     def evalsha(self, digest: str, num_keys: int, *rest: Any) -> Reply:
         server, keys, args = self._server, list(rest[:num_keys]), list(rest[num_keys:])

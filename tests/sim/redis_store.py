@@ -4,42 +4,16 @@ Values and answers are what redis-py gives for them without decoding: bytes, int
 holds it equal to a real server. Time is a function handed in, so that TTLs and TIME are virtual.
 """
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from typing import Any
 
+from tests.sim.redis_streams import Refused, StreamCommands
+
 Arg = Any
-EntryId = tuple[int, int]
 
 
 class WrongType(Exception):
     """A command met a key of another kind: a bug of the caller."""
-
-
-class Stream:
-    """Entries by id, oldest first."""
-
-    def __init__(self) -> None:
-        self.ids: list[EntryId] = []
-        self.entries: dict[EntryId, list[bytes]] = {}
-        self.last: EntryId = (0, 0)
-
-    def add(self, now_ms: int, fields: list[bytes]) -> EntryId:
-        entry = (now_ms, 0) if now_ms > self.last[0] else (self.last[0], self.last[1] + 1)
-        self.last = entry
-        self.ids.append(entry)
-        self.entries[entry] = fields
-        return entry
-
-    def after(self, entry: EntryId, count: int) -> list[EntryId]:
-        start = bisect_right(self.ids, entry)
-        return self.ids[start : start + count]
-
-    def delete(self, entry: EntryId) -> int:
-        if self.entries.pop(entry, None) is None:
-            return 0
-        del self.ids[bisect_left(self.ids, entry)]
-        return 1
 
 
 class Zset(dict[bytes, float]):
@@ -59,17 +33,10 @@ def raw(value: Arg) -> bytes:
 
 
 def number(value: float) -> bytes:
-    """As Lua's `%.17g`: whole numbers without a point."""
+    """As Lua's `%.17g`: whole numbers without a point, and a zero with its sign."""
+    if value == 0 and str(value).startswith("-"):
+        return b"-0"
     return b"%d" % value if value == int(value) else repr(value).encode()
-
-
-def parse_id(value: bytes) -> EntryId:
-    ms, _, seq = value.partition(b"-")
-    return int(ms), int(seq or 0)
-
-
-def show_id(entry: EntryId) -> bytes:
-    return b"%d-%d" % entry
 
 
 class Store:
@@ -82,15 +49,17 @@ class Store:
         self._now = now
         self.data: dict[bytes, Any] = {}
         self.deadlines: dict[bytes, float] = {}
+        self.streams = StreamCommands(self)
         self.added: set[bytes] = set()  # streams that grew since the owner last looked
         self._commands: dict[bytes, Callable[..., Any]] = {
-            name.removeprefix("_do_").upper().encode(): getattr(self, name)
-            for name in dir(self)
+            name.removeprefix("_do_").upper().encode(): getattr(owner, name)
+            for owner in (self, self.streams)
+            for name in dir(owner)
             if name.startswith("_do_")
         }
 
     def run(self, name: bytes, *args: Arg) -> Any:
-        return self._commands[name](*map(raw, args))
+        return self._commands[name](*[arg if type(arg) is bytes else raw(arg) for arg in args])
 
     def has(self, name: bytes) -> bool:
         return name in self._commands
@@ -115,7 +84,7 @@ class Store:
     def live_keys(self) -> list[bytes]:
         return [key for key in list(self.data) if self.get(key) is not None]
 
-    def _make(self, key: bytes, kind: type) -> Any:
+    def make(self, key: bytes, kind: type) -> Any:
         value = self.get(key, kind)
         if value is None:
             value = self.data[key] = kind()
@@ -180,7 +149,7 @@ class Store:
         return [value.get(field) for field in fields]
 
     def _do_hset(self, key: bytes, *pairs: bytes) -> int:
-        value = self._make(key, dict)
+        value = self.make(key, dict)
         before = len(value)
         value.update(zip(pairs[::2], pairs[1::2], strict=True))
         return len(value) - before
@@ -201,14 +170,16 @@ class Store:
         return [part for pair in (self.get(key, dict) or {}).items() for part in pair]
 
     def _do_hincrby(self, key: bytes, field: bytes, by: bytes) -> int:
-        value = self._make(key, dict)
+        if by == b"-0":
+            raise Refused("ERR value is not an integer or out of range")
+        value = self.make(key, dict)
         value[field] = b"%d" % (int(value.get(field, b"0")) + int(by))
         return int(value[field])
 
     # --- sets ---
 
     def _do_sadd(self, key: bytes, *members: bytes) -> int:
-        value = self._make(key, set)
+        value = self.make(key, set)
         before = len(value)
         value.update(members)
         return len(value) - before
@@ -232,7 +203,7 @@ class Store:
     # --- sorted sets ---
 
     def _do_zadd(self, key: bytes, *pairs: bytes) -> int:
-        value = self._make(key, Zset)
+        value = self.make(key, Zset)
         before = len(value)
         for score, member in zip(pairs[::2], pairs[1::2], strict=True):
             value[member] = float(score)
@@ -261,34 +232,3 @@ class Store:
     def _do_zrangebyscore(self, key: bytes, low: bytes, high: bytes) -> list[bytes]:
         assert low == b"-inf"
         return [member for score, member in (self.get(key, Zset) or Zset()).ordered() if score <= float(high)]
-
-    # --- streams ---
-
-    def _do_xadd(self, key: bytes, entry: bytes, *fields: bytes) -> bytes:
-        assert entry == b"*"
-        self.added.add(key)
-        return show_id(self._make(key, Stream).add(self.now_ms(), list(fields)))
-
-    def _do_xdel(self, key: bytes, *entries: bytes) -> int:
-        stream = self.get(key, Stream)
-        return sum(stream.delete(parse_id(entry)) for entry in entries) if stream else 0
-
-    def _do_xtrim(self, key: bytes, how: bytes, count: bytes) -> int:
-        assert how == b"MAXLEN"
-        stream = self.get(key, Stream)
-        surplus = stream.ids[: max(0, len(stream.ids) - int(count))] if stream else []
-        return sum(stream.delete(entry) for entry in surplus)
-
-    def _do_xlen(self, key: bytes) -> int:
-        stream = self.get(key, Stream)
-        return len(stream.ids) if stream else 0
-
-    def xread(self, count: int, wanted: dict[bytes, bytes]) -> list[Any] | None:
-        """Entries after the given ids; None if there are none: the caller blocks."""
-        reply = []
-        for key, last in wanted.items():
-            stream = self.get(key, Stream)
-            found = stream.after(parse_id(last), count) if stream else []
-            if stream and found:
-                reply.append([key, [[show_id(entry), stream.entries[entry]] for entry in found]])
-        return reply or None

@@ -1,14 +1,15 @@
 """Runs plans: one, many, or one made as short as it can be."""
 
 import gc
+import math
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
 
-from tests.sim.loop import START_S, VirtualLoop, numbered
+from tests.sim.loop import IN_CALLBACK, START_S, VirtualLoop, numbered
 from tests.sim.plan import Plan
 from tests.sim.world import World
 
@@ -24,7 +25,14 @@ class Report:
     virtual_s: float
     num_turns: int
     num_commands: int
+    faults: dict[str, int]  # that struck, by kind and the role of whom they struck
     log: tuple[str, ...]
+    quiet_s: float = math.inf  # after the last end, until all blocks, credit and leases were back
+    cancelled_in: dict[str, int] = field(default_factory=dict)  # states of requests when they were cancelled
+
+    def short(self) -> "Report":
+        """Without its log and clients: for another process."""
+        return replace(self, log=(), plan=replace(self.plan, asks=()))
 
 
 LOG_LEVEL = 40
@@ -55,7 +63,7 @@ def logs_to(log: list[str], loop: VirtualLoop) -> Iterator[None]:
 def run(plan: Plan, overrides: dict[str, str] | None = None) -> Report:
     """One world from its start to its end."""
     loop = VirtualLoop(plan.seed)
-    loop.set_exception_handler(lambda _loop, _context: None)
+    loop.set_exception_handler(lambda _loop, _context: None)  # tasks of the dead
     gc.disable()  # by the number of objects, so at other moments in every run
     log: list[str] = []
     with logs_to(log, loop), numbered():
@@ -74,12 +82,21 @@ def run(plan: Plan, overrides: dict[str, str] | None = None) -> Report:
         world.time(),
         loop.turns,
         world.redis.num_commands,
+        dict(world.struck),
         tuple(world.log),
+        world.quiet_s,
+        dict(world.judge.book.cancelled_in),
     )
 
 
 async def _main(loop: VirtualLoop, plan: Plan, overrides: dict[str, str] | None, log: list[str]) -> World:
     world = World(loop, plan, overrides, log)
+
+    def heed(_loop: object, context: dict[str, Any]) -> None:
+        if context["message"] == IN_CALLBACK:
+            world.violate(f"{loop.current_name()}: {context['exception']!r}", context["exception"])
+
+    loop.set_exception_handler(heed)
     await world.run(LIMIT_S)
     return world
 

@@ -8,14 +8,14 @@ from tests.sim.runner import Report, run
 
 MAX_RUNS = 40
 
-Fails = Callable[[Plan], Report | None]
+Attempt = Callable[[Plan], Report | None]
 """The report of a run that violates something, or None."""
 
 
-def shrink(plan: Plan, fails: Fails | None = None, max_runs: int = MAX_RUNS) -> Report:
+def shrink(plan: Plan, run: Callable[[Plan], Report] = run, max_runs: int = MAX_RUNS) -> Report:
     """Delta debugging by halves, first over the clients (a beginning of them is kept), then over the faults.
 
-    :param fails: how to run a plan; the world as it is, if None.
+    :param run: how to run a plan.
     """
     runs = 0
 
@@ -24,8 +24,6 @@ def shrink(plan: Plan, fails: Fails | None = None, max_runs: int = MAX_RUNS) -> 
         runs += 1
         if runs > max_runs:
             return None
-        if fails is not None:
-            return fails(candidate)
         report = run(candidate)
         return report if report.violations else None
 
@@ -35,7 +33,7 @@ def shrink(plan: Plan, fails: Fails | None = None, max_runs: int = MAX_RUNS) -> 
     return _fewer_faults(best, attempt)
 
 
-def _fewer_clients(best: Report, attempt: Fails) -> Report:
+def _fewer_clients(best: Report, attempt: Attempt) -> Report:
     size = len(best.plan.asks) // 2
     while size:
         shorter = replace(best.plan, asks=best.plan.asks[:-size])
@@ -47,7 +45,7 @@ def _fewer_clients(best: Report, attempt: Fails) -> Report:
     return best
 
 
-def _fewer_faults(best: Report, attempt: Fails) -> Report:
+def _fewer_faults(best: Report, attempt: Attempt) -> Report:
     size = max(1, len(best.plan.faults) // 2)
     while best.plan.faults:
         for start in range(0, len(best.plan.faults), size):
@@ -62,12 +60,14 @@ def _fewer_faults(best: Report, attempt: Fails) -> Report:
     return best
 
 
-def describe(report: Report, num_requests: int, max_lines: int = 40) -> str:
+def describe(report: Report, num_requests: int, max_lines: int = 40, mutant: str = "") -> str:
     """How to run it again, what it was, what was seen last."""
     plan = report.plan
     keep = ",".join(f"{fault.at:.4f}" for fault in plan.faults) or "none"
+    planted = f" --mutant '{mutant}'" if mutant else ""
+    shortened = f"--clients {len(plan.asks)} --faults {keep}{planted}"
     lines = [
-        f"python -m tests.sim --seed {plan.seed} --requests {num_requests} --clients {len(plan.asks)} --faults {keep}",
+        f"python -m tests.sim --seed {plan.seed} --requests {num_requests} {shortened}",
         f"{plan.num_prefill} prefill, {plan.num_decode} decode, {plan.num_blocks} blocks, pace {plan.pace:g}",
         *map(str, plan.faults),
         "--- what happened",

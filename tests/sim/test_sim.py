@@ -1,29 +1,69 @@
 """The whole system in one process, on virtual time, under seeded faults: every client is answered rightly, and nothing
-is left behind. `python -m tests.sim` runs more seeds than these; BATON_SIM_REQUESTS=1000 makes these long."""
+is left behind. `python -m tests.sim` runs more seeds than these; BATON_SIM_SEEDS and BATON_SIM_REQUESTS size them."""
 
 import os
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from tests.sim.loop import VirtualLoop
-from tests.sim.plan import draw
-from tests.sim.runner import run
+from tests.sim.plan import EVERY_KIND, draw
+from tests.sim.pool import Job, processes, run_cancels, run_seed
+from tests.sim.runner import Report, run
 from tests.sim.shrink import describe, shrink
 
-SEEDS = int(os.environ.get("BATON_SIM_SEEDS", "25"))
-REQUESTS = int(os.environ.get("BATON_SIM_REQUESTS", "100"))
+SEEDS = int(os.environ.get("BATON_SIM_SEEDS", "50"))
+REQUESTS = int(os.environ.get("BATON_SIM_REQUESTS", "1000"))
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.mark.parametrize("seed", [1, 4, 7])
+def test_smoke(seed: int) -> None:
+    """A short world of each kind: for a quick look, `-k smoke`."""
+    plan = draw(seed, 60, every_s=0.3)
+    if run(plan).violations:
+        pytest.fail(describe(shrink(plan), 60), pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def reports() -> Iterator[dict[int, Report]]:
+    """Of all seeds, on all cores."""
+    with processes() as each:
+        yield {report.plan.seed: report for report in each(run_seed, [Job(s, REQUESTS) for s in range(1, SEEDS + 1)])}
 
 
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
-def test_every_seed(seed: int) -> None:
+def test_every_seed(reports: dict[int, Report], seed: int) -> None:
     """Conservation, one end per request, the right text, nothing left: whatever the seed does to the system."""
-    plan = draw(seed, REQUESTS)
-    report = run(plan)
-    if report.violations:
-        pytest.fail(describe(shrink(plan), REQUESTS), pytrace=False)
+    if reports[seed].violations:
+        pytest.fail(describe(shrink(reports[seed].plan), REQUESTS), pytrace=False)
+
+
+@pytest.mark.skipif(SEEDS * REQUESTS < 10_000, reason="a short run meets too few faults")
+def test_every_kind_of_fault_occurred(reports: dict[int, Report]) -> None:
+    """Else the seeds prove less than they say."""
+    counts = Counter[str]()
+    for report in reports.values():
+        counts.update(report.faults)
+    print(dict(counts))
+    for kind in EVERY_KIND:
+        assert counts[kind] >= 3, f"{kind} came {counts[kind]} times in {SEEDS} seeds"
+
+
+def test_ten_thousand_cancels_give_everything_back() -> None:
+    """Clients leave while their request waits, computes, hands over or decodes: within a second of the last one all
+    blocks, all credit and all leases are back at their initial count."""
+    phases: Counter[str] = Counter()
+    with processes() as each:
+        for report in each(run_cancels, [Job(seed, 1000) for seed in range(1, 13)]):
+            assert not report.violations
+            assert report.quiet_s <= 1.0
+            phases.update(report.cancelled_in)
+    assert phases.total() >= 10_000
+    assert min(phases[phase] for phase in ("queued", "dispatched", "prefill", "decode")) >= 100, phases
 
 
 @pytest.mark.parametrize("seed", [3, 11])
@@ -63,7 +103,7 @@ def test_a_failure_is_made_short() -> None:
 
     def fails(candidate):
         report = run(replace(candidate, asks=candidate.asks[:2]))
-        return replace(report, plan=candidate, violations=("!",)) if culprit in candidate.faults else None
+        return replace(report, plan=candidate, violations=("!",) if culprit in candidate.faults else ())
 
     short = shrink(plan, fails, max_runs=60)
     assert short.plan.faults == (culprit,)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import traceback
+from collections import Counter
 from random import Random
 
 import anyio
@@ -25,9 +27,12 @@ from tests.sim.loop import VirtualLoop
 from tests.sim.machines import MAINS, Life
 from tests.sim.plan import Fault, Plan
 from tests.sim.redis_sim import SimRedis
+from tests.sim.submits import Submitter
 from tests.sim.wire import WatchedNetwork
 
 RESTART_S = 0.3
+LOOK_S = 0.05
+"""How exactly the moment is known at which all is quiet."""
 
 
 class LoopClock:
@@ -46,14 +51,21 @@ class LoopClock:
         await anyio.sleep(seconds)
 
 
-class Violation(AssertionError):
-    """Something happened that must never."""
+class LifeClock(LoopClock):
+    """A process's own clock: it starts anywhere, as monotonic clocks do, so that comparing two of them shows."""
+
+    def __init__(self, loop: VirtualLoop, offset: float) -> None:
+        super().__init__(loop)
+        self._offset = offset
+
+    def now(self) -> float:
+        return super().now() + self._offset
 
 
 def settings_of(plan: Plan) -> Settings:
     return Settings(
         redis=RedisConfig(cell="sim", retry_s=6.0),
-        gateway=GatewayConfig(max_queued=plan.max_queued),
+        gateway=GatewayConfig(max_queued=plan.max_queued, max_submissions=16, submission_lease_s=2.0),
         scheduler=SchedulerConfig(
             min_handoff_tokens=6, growth_tokens=8, max_attempts=plan.max_attempts, reap_every_s=0.25
         ),
@@ -78,11 +90,15 @@ class World:
         self.network = WatchedNetwork(self)
         self.lives: dict[str, Life] = {}
         self.all_lives: list[Life] = []
-        self.calls = [Call(ask) for ask in plan.asks]
+        self.calls = [Call(ask) if ask.queued is None else Submitter(ask) for ask in plan.asks]
+        self.submitters = {call.ask.name: call for call in self.calls if isinstance(call, Submitter)}
+        self.num_wipes = 0
+        self.quiet_s = math.inf  # from the last end of a request, or a client's leaving, until all was at rest
         self.violations: list[str] = []
         self.stopping = False
         self.failed = anyio.Event()
         self.step_fails = 0
+        self.struck: Counter[str] = Counter()
         self.num_usurpers = 0
         self.heirs: dict[str, Life] = {}
         self.judge = Judge(self)
@@ -90,6 +106,9 @@ class World:
     def time(self) -> float:
         """Seconds since the start."""
         return self.loop.time() - self.began
+
+    def clock_of_a_life(self) -> Clock:
+        return LifeClock(self.loop, float(self.rng.randrange(1_000_000)))
 
     def note(self, text: str) -> None:
         self.log.append(f"{self.time():8.3f}s {text}")
@@ -156,15 +175,18 @@ class World:
 
     # --- clients ---
 
-    async def client(self, call: Call) -> None:
-        """Arrives, finds a gateway, talks, perhaps leaves early."""
+    async def client(self, call: Call | Submitter) -> None:
+        """Arrives, finds a gateway, talks, perhaps leaves early; or goes through the queue."""
+        if isinstance(call, Submitter):
+            await call.run(self)
+            return
         await self.clock.sleep(call.ask.at)
         while (life := self._gateway()) is None:
             await self.clock.sleep(0.05)
         assert life.tasks is not None
         assert life.services is not None
         self.judge.began(call, life)
-        life.proc.context().run(life.tasks.start_soon, call.talk, life.services, life.incarnation, self.clock)
+        life.proc.context().run(life.tasks.start_soon, call.talk, life.services, life.incarnation, self)
         if call.ask.leaves_after is not None:
             await self.clock.sleep(call.ask.leaves_after)
             self.loop.call_in(life.proc, call.scope.cancel)
@@ -182,6 +204,8 @@ class World:
     async def suffer(self, fault: Fault) -> None:
         await self.clock.sleep(fault.at)
         life = self.lives.get(fault.target)
+        role = f" {life.name.split('-')[0]}" if life is not None else ""
+        self.struck[fault.kind + role] += 1
         self.note(f"fault {fault.kind} {life.incarnation if life else ''} {fault.seconds:.2f}s {fault.amount:g}")
         await getattr(self, f"_suffer_{fault.kind}")(fault, life)
         self.note(f"end of {fault.kind} {life.incarnation if life else ''}")
@@ -255,6 +279,7 @@ class World:
     async def _suffer_wipe(self, fault: Fault, life: Life | None) -> None:
         self.redis.stop()
         self.redis.wipe()
+        self.num_wipes += 1
         self.judge.wiped()
         self.redis.start()
 
@@ -275,6 +300,7 @@ class World:
 
     async def _suffer_jump(self, fault: Fault, life: Life | None) -> None:
         self.redis.time_jump += fault.amount
+        self.judge.results.jumped_at = self.clock.now()
 
     async def _suffer_ghost(self, fault: Fault, life: Life | None) -> None:
         self.judge.haunt()
@@ -314,18 +340,23 @@ class World:
     async def _watch(self, limit_s: float) -> None:
         """The end: somebody answered within each limit until all are, then quiet within another."""
         last = max([a.at for a in self.plan.asks] + [f.at + f.seconds for f in self.plan.faults])
+        rounds = 0
         while not self.all_answered() or self.time() < last:
-            await self.clock.sleep(0.5)
+            await self.clock.sleep(LOOK_S)
+            rounds += 1
+            if rounds % 10:
+                continue
             self.judge.look()
             heard = max((call.ended_at for call in self.calls), default=0.0) - self.began
             if self.time() > max(last, heard) + limit_s:
                 stuck = [call.ask.name for call in self.calls if call.is_open]
                 self.violate(f"nobody was answered for {limit_s} s: {stuck[:5]} wait")
                 return
-        for _ in range(int(limit_s * 4)):
-            await self.clock.sleep(0.25)
+        for _ in range(int(limit_s / LOOK_S)):
             if not (loud := self.judge.noise()):
+                self.quiet_s = self.clock.now() - self.judge.last_end
                 break
+            await self.clock.sleep(LOOK_S)
         else:
             self.violate(f"not quiet {limit_s} s after the end: {loud}")
         self.judge.final()

@@ -49,6 +49,8 @@ def test_a_busy_port(baton: Say):
         (("--model", "/no/such/model.gguf"), "baton: model /no/such/model.gguf: no such file or folder"),
         (("--config", "/no/such.toml"), "baton: configuration file /no/such.toml: No such file or directory"),
         (("--transport", "pigeon"), "baton: --transport: Invalid enum value 'pigeon'"),
+        (("--quantize", "int3"), "baton: --quantize: Invalid enum value 'int3'"),
+        (("--kv-dtype", "int4"), "baton: --kv-dtype: Invalid enum value 'int4'"),
         (("--num-blocks", "many"), "--num-blocks"),
         (("--max-num-seqs", "0"), "baton: configuration: engine.max_num_seqs must be above 0, got 0"),
         (("--decode", "0"), "baton: --decode must be from 1 to 256, got 0"),

@@ -59,6 +59,18 @@ async def test_the_result_is_what_http_answers(queue: Queue, path: str, body: di
     assert second.request_id == result["id"]
 
 
+async def test_a_submission_is_on_the_account_that_it_names(queue: Queue) -> None:
+    """Its request bears the tenant; a name that cannot be one is a dead letter."""
+    queue.gateway.port.script = answer(queue.gateway.ids(TEXT))
+    async with queue.running():
+        await queue.submit("a", COMPLETION, tenant="acme")
+        _, end = await queue.result("a")
+        await queue.submit("b", COMPLETION, tenant="a tenant")
+        _, refused = await queue.result("b")
+    assert (end["status"], refused["status"]) == ("200", "400")
+    assert [request.tenant for request in queue.gateway.port.admitted] == ["acme"]
+
+
 BAD = [
     {"prompt": "hi", "temperature": 9},
     {"prompt": "hi", "n": 200},

@@ -85,7 +85,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"skip_special_tokens": 0}, "skip_special_tokens"),
     ({"echo": 1}, "echo"),
     ({"priority": 5000}, "priority"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"functions": [{"name": "f"}]}, "functions"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"suffix": "x"}, "suffix"),
 ]
@@ -134,7 +134,7 @@ async def test_too_many_prompts_are_refused(gateway: Gateway):
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0].type"),
-        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
     ],
     ids=lambda x: json.dumps(x)[:50],
 )

@@ -198,7 +198,7 @@ def test_no_text_has_fewer_tokens_than_the_bound_says(tokenizer: Tokenizer):
     ("fields", "message"),
     [
         ({"pre": "tekken"}, "pre-tokenizer 'tekken'"),
-        ({"model": "llama"}, "tokenizer type 'llama'"),
+        ({"model": "t5"}, "tokenizer type 't5'"),
         ({"merges": ["q zzzz"]}, "merges are damaged"),
         ({"merges": ["x"]}, "merges are damaged"),
     ],

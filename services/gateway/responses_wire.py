@@ -1,0 +1,129 @@
+"""The JSON of `/v1/responses`: one object, or OpenAI's typed events ("Streaming responses" in its reference)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from services.gateway.answers import Answer
+from services.gateway.choice import Delta
+from services.gateway.errors import ApiError
+from services.gateway.generation import Usage
+from services.gateway.logprobs import LogprobWriter
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """What a response repeats of its request."""
+
+    instructions: str | None
+    max_output_tokens: int | None
+    temperature: float
+    top_p: float
+    parallel_tool_calls: bool
+    metadata: dict[str, Any]
+    user: str | None
+
+
+class ResponsesWire:
+    """One response. Implements `services.gateway.wire.Wire`; it has one choice."""
+
+    done = b""  # the last event says that it is the last
+
+    def __init__(self, response_id: str, created: int, model: str, echo: Echo) -> None:
+        self.writer: LogprobWriter | None = None
+        self._head: dict[str, Any] = {
+            "id": response_id,
+            "object": "response",
+            "created_at": created,
+            "model": model,
+            "instructions": echo.instructions,
+            "max_output_tokens": echo.max_output_tokens,
+            "temperature": echo.temperature,
+            "top_p": echo.top_p,
+            "parallel_tool_calls": echo.parallel_tool_calls,
+            "metadata": echo.metadata,
+            "user": echo.user,
+            "previous_response_id": None,
+            "store": False,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "truncation": "disabled",
+        }
+        self._item_id = f"msg-{response_id.partition('-')[2]}"
+        self._place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        self._num_events = 0
+        self._texts: list[str] = []
+        self._reason = ""
+
+    def first(self, num_choices: int) -> bytes:
+        begun = self._response("in_progress", [])
+        return b"".join(
+            (
+                self._event("response.created", response=begun),
+                self._event("response.in_progress", response=begun),
+                self._event("response.output_item.added", output_index=0, item=self._item("in_progress", [])),
+                self._event("response.content_part.added", **self._place, part=_part("")),
+            )
+        )
+
+    def chunk(self, delta: Delta) -> bytes:
+        self._reason = delta.finish_reason or self._reason
+        if not delta.text:
+            return b""
+        self._texts.append(delta.text)
+        return self._event("response.output_text.delta", **self._place, delta=delta.text, logprobs=[])
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """The events of the end."""
+        text = "".join(self._texts)
+        whole = self._whole(text, self._reason, usage)
+        (item,) = whole["output"]
+        return b"".join(
+            (
+                self._event("response.output_text.done", **self._place, text=text, logprobs=[]),
+                self._event("response.content_part.done", **self._place, part=_part(text)),
+                self._event("response.output_item.done", output_index=0, item=item),
+                self._event(f"response.{whole['status']}", response=whole),
+            )
+        )
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        return _encode(self._whole(answers[0].text, answers[0].reason, usage))
+
+    def error(self, error: ApiError) -> bytes:
+        return self._event("error", code=error.code, message=error.message, param=error.param)
+
+    def _whole(self, text: str, reason: str, usage: Usage) -> dict[str, Any]:
+        status = "incomplete" if reason == "length" else "completed"
+        response = self._response(status, [self._item(status, [_part(text)])])
+        if status == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        response["usage"] = {
+            "input_tokens": usage.num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.num_cached_tokens or 0},
+            "output_tokens": usage.num_output_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.num_tokens,
+        }
+        return response
+
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        ends = {"error": None, "incomplete_details": None, "usage": None}
+        return {**self._head, **ends, "status": status, "output": output}
+
+    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def _event(self, kind: str, **values: Any) -> bytes:
+        event = {"type": kind, "sequence_number": self._num_events, **values}
+        self._num_events += 1
+        return b"event: " + kind.encode() + b"\ndata: " + _encode(event) + b"\n\n"
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

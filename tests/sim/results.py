@@ -1,0 +1,157 @@
+"""What must hold of the queue's results: each grows by what comes next, ends once, and is one gateway's at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from services.engine.fake_runner import fake_answer
+from tests.sim.redis_streams import EntryId, Stream
+from tests.sim.submits import BAD_STATUS, Submitter
+
+if TYPE_CHECKING:
+    from tests.sim.machines import Life
+    from tests.sim.world import World
+
+
+class ResultBook:
+    """Looks at every entry of every result, as it is written."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._seen: dict[str, EntryId] = {}
+        self._tokens: dict[str, list[int]] = {}
+        self._text: dict[str, str] = {}
+        self._ended: set[str] = set()
+        self._owners: dict[str, str] = {}
+        self.entries: dict[str, str] = {}  # request -> id of the submission
+        self.jumped_at = 0.0
+        self.num_dead = 0
+        self.num_adopted = 0
+
+    def forget_all(self) -> None:
+        """Redis is empty."""
+        for book in (self._seen, self._tokens, self._text, self._ended, self._owners):
+            book.clear()
+        self.num_dead = 0
+
+    def script_ran(self, name: str, keys: list[Any], args: list[Any], answer: Any) -> None:
+        match name:
+            case "submit_open" if answer[0] == b"open":
+                self._opened(str(args[3]), str(args[0]))
+                self.entries[f"sub-{args[2]}"] = str(args[3])
+            case "result_add" if answer == 1:
+                self._check_owner(str(args[2]), str(args[0]))
+                self._look(str(args[2]), str(keys[1]))
+            case "submit_end" if answer == 1:
+                if str(args[4]) not in self._ended:
+                    self._check_owner(str(args[4]), str(args[0]))
+                    self.num_dead += args[8] != ""
+                self._look(str(args[4]), str(keys[1]))
+            case "submit_adopt" if answer == b"adopted":
+                self.num_adopted += 1
+
+    # --- owners ---
+
+    def _opened(self, submission: str, owner: str) -> None:
+        before = self._owners.get(submission)
+        self._owners[submission] = owner
+        if before is None or before == owner:
+            return
+        world = self._world
+        lives = [life for life in world.all_lives if life.incarnation in (before, owner)]
+        if all(map(self._is_well, lives)):  # one that wakes up opens what it was given before
+            world.violate(f"{owner} takes {submission} from {before}, which is well")
+
+    def _is_well(self, life: Life) -> bool:
+        """It has been able to renew all the time."""
+        world = self._world
+        if not life.is_alive or life.stopping.is_set() or life.is_blind:
+            return False
+        disturbed = max(life.disturbed_at, world.judge.disturbed_at, self.jumped_at)
+        return world.clock.now() - disturbed > world.settings.gateway.submission_lease_s
+
+    def _check_owner(self, submission: str, writer: str) -> None:
+        if (owner := self._owners.get(submission)) != writer:
+            self._world.violate(f"{writer} writes the result of {submission}, which is {owner}'s")
+
+    # --- entries ---
+
+    def _look(self, submission: str, key: str) -> None:
+        stream = self._world.redis.store.get(key.encode(), Stream)
+        assert stream is not None
+        for entry in stream.after(self._seen.get(submission, (0, 0)), 1 << 30):
+            self._seen[submission] = entry
+            fields = stream.entries[entry]
+            self._entry(submission, dict(zip(fields[::2], fields[1::2], strict=True)))
+        if key.encode() not in self._world.redis.store.deadlines:
+            self._world.violate(f"the result of {submission} never expires")
+
+    def _entry(self, submission: str, values: dict[bytes, bytes]) -> None:
+        world = self._world
+        if submission in self._ended:
+            world.violate(f"the result of {submission} goes on after its end: {values}")
+        client = world.submitters.get(submission)
+        if b"status" in values:
+            self._ended.add(submission)
+            self._end(submission, client, values)
+            return
+        if client is None:
+            world.violate(f"tokens for {submission}, which nobody submitted")
+            return
+        tokens = self._tokens.setdefault(submission, [])
+        if int(values[b"offset"]) != len(tokens):
+            world.violate(f"the result of {submission} goes on at {values[b'offset']!r} after {len(tokens)} tokens")
+        tokens += json.loads(values[b"tokens"])
+        self._text[submission] = self._text.get(submission, "") + values[b"text"].decode()
+        if not any(self._begins(submission, answer) for answer in self._answers(client)):
+            world.violate(f"the result of {submission} is {tokens}, {self._text[submission]!r}")
+
+    def _answers(self, client: Submitter) -> list[tuple[Sequence[int], str, str]]:
+        """Tokens, text and reason of all that was asked under the id."""
+        asks = [ask for ask in (client.ask, client.other()) if ask is not None]
+        return [(fake_answer(ask.prompt, ask.max_tokens, seed=ask.seed), *ask.expected()) for ask in asks]
+
+    def _begins(self, submission: str, answer: tuple[Sequence[int], str, str]) -> bool:
+        tokens, text, _ = answer
+        have = self._tokens[submission]
+        return tuple(have) == tuple(tokens[: len(have)]) and text.startswith(self._text[submission])
+
+    def _end(self, submission: str, client: Submitter | None, values: dict[bytes, bytes]) -> None:
+        bad = client.ask.queued.bad if client is not None and client.ask.queued is not None else "id"
+        if b"error" in values:
+            if bad and values[b"status"].decode() != BAD_STATUS[bad]:
+                self._world.violate(f"{submission} ends with {values}, though {bad} is wrong with it")
+            return
+        answer = json.loads(values[b"result"])
+        said = (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"])
+        wanted = [] if bad or client is None else [one[1:] for one in self._answers(client)]
+        if said not in wanted or self._text.get(submission, "") != said[0]:
+            self._world.violate(
+                f"{submission} ends with {said} after {self._text.get(submission)!r}, expected {wanted}"
+            )
+
+    # --- in the end ---
+
+    def noise(self) -> str:
+        """What is not at rest yet; "" when all is."""
+        store, keys = self._world.redis.store, self._world.keys
+        submitted = store.get(keys.submit().encode(), Stream)
+        pending = sum(len(group.pending) for group in submitted.groups.values()) if submitted else 0
+        if submitted is not None and (submitted.ids or pending):
+            return f"{len(submitted.ids)} submissions wait, {pending} are in work"
+        for key in [key for key in store.live_keys() if b"}:sub:" in key]:
+            if store.data[key][b"state"] != b"done" or key not in store.deadlines:
+                return f"{key.decode()} is {store.data[key]}"
+        dead = store.get(keys.dead().encode(), Stream)
+        if (found := len(dead.ids) if dead else 0) != self.num_dead:
+            return f"{found} dead letters, expected {self.num_dead}"
+        return ""
+
+    def may_fail(self, client: Submitter, exhausted: set[str]) -> bool:
+        """Its client's fault, or no attempt was left."""
+        queued = client.ask.queued
+        assert queued is not None
+        names = {request for request, submission in self.entries.items() if submission == client.ask.name}
+        return bool(queued.bad) or bool(names & exhausted)
