@@ -115,7 +115,7 @@ class Leases:
         ]
         message = encode(Admitted(request_id=request_id, epoch=epoch))
         args = [request_id, encode(request), request.gateway, max_queued, message, epoch]
-        args += (request.num_choices, *map(pack_tokens, outputs))
+        args += [pack_tokens(outputs[c] if c < len(outputs) else ()) for c in range(request.num_choices)]
         return (await self._scripts.run("admit", keys, args)).decode()
 
     async def states(self, request_ids: Sequence[RequestId]) -> list[RecordState]:
