@@ -48,12 +48,13 @@ def measure_ceilings(clock: Clock, num_threads: int) -> Ceilings:
     return Ceilings(gops, _best(clock, lambda: _kernels.peak_read(data, num_threads), 5) / 1e9)
 
 
-def run(clock: Clock, num_threads: int, *, hidden: int = 576, width: int = 1536, repeats: int = 9) -> Iterator[Timing]:
+def run(
+    clock: Clock, num_threads: int, ceilings: Ceilings, *, hidden: int = 576, width: int = 1536, repeats: int = 9
+) -> Iterator[Timing]:
     """Every op at the shapes of a small model: one row (decode), 16 rows, 256 rows (prefill).
 
-    :param hidden, width: inputs and outputs of the linear layers.
+    :param ceilings: of so many threads. :param hidden, width: inputs and outputs of the linear layers.
     """
-    ceilings = measure_ceilings(clock, num_threads)
     bench = _Bench(clock, num_threads, repeats, ceilings)
     for fmt in Format:
         for num_rows in (1, 16, 256):

@@ -1,4 +1,4 @@
-"""Rate limits of API keys, kept in Redis (`lua/limit.lua`), so that all gateways of a cell share them.
+"""Rate limits of API keys, kept in Redis (`lua/limit*.lua`), so that all gateways of a cell share them.
 
 Each limit is a token bucket that holds a minute's worth and refills evenly. A request takes one from the requests'
 bucket as it begins, from the tokens' bucket what it may cost at most once that is known, and gives back at its end what
@@ -43,26 +43,29 @@ class RateLimits:
 
     async def enter(self, key: ApiKey, request: str) -> Allowance:
         """Begin a request, unless a limit is reached. Repeatable."""
-        return await self._run("enter", key, 0, [request])
+        return await self._run("enter", key, 0, request)
 
     async def charge(self, key: ApiKey, request: str, num_tokens: int) -> Allowance:
         """Take what the request costs in tokens at most, unless so many are not there. Repeatable."""
-        return await self._run("charge", key, num_tokens, [request])
+        return await self._run("charge", key, num_tokens, request)
 
     async def leave(self, key: ApiKey, request: str, num_tokens: int) -> None:
         """The request is over, and cost so many tokens: the rest of the charge goes back. Repeatable."""
-        await self._run("leave", key, num_tokens, [request])
+        await self._scripts.run("limit_leave", self._keys_of(key), [request, key.tokens_per_minute, num_tokens])
 
     async def renew(self, key: ApiKey, requests: Sequence[str]) -> None:
         """These are still under way."""
-        await self._run("renew", key, 0, requests)
+        await self._scripts.run("limit_renew", self._keys_of(key), [int(HOLD_S * 1000), *requests])
 
-    async def _run(self, op: str, key: ApiKey, num_tokens: int, requests: Sequence[str]) -> Allowance:
+    def _keys_of(self, key: ApiKey) -> list[str]:
+        return [self._keys.rate(key.id), self._keys.busy(key.id)]
+
+    async def _run(self, op: str, key: ApiKey, num_tokens: int, request: str) -> Allowance:
         limits = (key.requests_per_minute, key.tokens_per_minute, key.max_concurrent)
         answer = await self._scripts.run(
             "limit",
-            [self._keys.rate(key.id), self._keys.busy(key.id)],
-            [op, *limits, int(HOLD_S * 1000), num_tokens, *requests],
+            self._keys_of(key),
+            [op, *limits, int(HOLD_S * 1000), num_tokens, request],
         )
         granted, short, wait_ms, requests_left, tokens_left, requests_ms, tokens_ms = answer
         assert granted or short

@@ -77,11 +77,6 @@ std::vector<Item> split(const AttentionArgs& args, int64_t num_kv_heads) {
   return items;
 }
 
-// Where a tile's tokens live in the pool.
-struct TileRows {
-  const char *keys[TILE], *values[TILE];
-};
-
 // Finds the rows of tokens first .. first + TILE - 1.
 void find_rows(const AttentionArgs& args, const LayerCache& cache, const Item& item, int64_t first, const Scratch& s,
                TileRows& rows) {
@@ -106,20 +101,10 @@ void fetch(const char* const* rows, int64_t row_bytes) {
     for (int64_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(rows[t] + byte);
 }
 
-void attend_tile(const AttentionArgs& args, const LayerCache& cache, const TileOps& ops, const Item& item,
-                 int64_t first_token, const TileRows& rows, const TileRows& next, Scratch& s) {
-  const int64_t group = args.num_heads / cache.num_kv_heads, head_dim = cache.head_dim;
-  const int64_t bytes = row_bytes(cache.dtype, head_dim);
-  const auto untyped = [](const char* const* p) { return reinterpret_cast<const void* const*>(p); };
-  fetch(next.keys, bytes);
-  ops.pack_keys(untyped(rows.keys), head_dim, cache.dtype, s.keys.data());
-  fetch(next.keys + TILE / 2, bytes);
-  const float* value_rows[TILE];
-  if (cache.dtype != Dtype::f32) ops.pack_values(untyped(rows.values), head_dim, cache.dtype, s.values.data());
-  for (int64_t t = 0; t < TILE; ++t)
-    value_rows[t] = cache.dtype == Dtype::f32 ? reinterpret_cast<const float*>(rows.values[t]) : &s.values[t * head_dim];
-  fetch(next.values, bytes);
-
+// The queries of an item that see any of the tile from `first_token` on; mutates first and visible of the scratch.
+Queries queries_of(const AttentionArgs& args, const LayerCache& cache, const Item& item, int64_t first_token,
+                   Scratch& s) {
+  const int64_t group = args.num_heads / cache.num_kv_heads;
   // Rows before the tile see none of it, nor do rows whose window begins behind it.
   const int64_t skip = std::max<int64_t>(0, first_token - item.first_position);
   int64_t end = item.num_rows;
@@ -132,8 +117,23 @@ void attend_tile(const AttentionArgs& args, const LayerCache& cache, const TileO
     s.visible[i] = static_cast<int>(std::min<int64_t>(TILE, position - first_token + 1));
   }
   const int64_t at = skip * group;
-  const Queries queries = {&s.q[at * head_dim], &s.acc[at * head_dim], &s.max[at], &s.sum[at],
-                           s.first.data(),      s.visible.data(),      num,        args.softcap};
+  return {&s.q[at * cache.head_dim], &s.acc[at * cache.head_dim], &s.max[at], &s.sum[at],
+          s.first.data(),            s.visible.data(),            num,        args.softcap};
+}
+
+// Packs the tile, then lets all queries see it.
+void attend_packed(const Queries& queries, const LayerCache& cache, const TileOps& ops, const TileRows& rows,
+                   const TileRows& next, Scratch& s) {
+  const int64_t head_dim = cache.head_dim, bytes = row_bytes(cache.dtype, head_dim);
+  const auto untyped = [](const char* const* p) { return reinterpret_cast<const void* const*>(p); };
+  fetch(next.keys, bytes);
+  ops.pack_keys(untyped(rows.keys), head_dim, cache.dtype, s.keys.data());
+  fetch(next.keys + TILE / 2, bytes);
+  const float* value_rows[TILE];
+  if (cache.dtype != Dtype::f32) ops.pack_values(untyped(rows.values), head_dim, cache.dtype, s.values.data());
+  for (int64_t t = 0; t < TILE; ++t)
+    value_rows[t] = cache.dtype == Dtype::f32 ? reinterpret_cast<const float*>(rows.values[t]) : &s.values[t * head_dim];
+  fetch(next.values, bytes);
   ops.attend(queries, s.keys.data(), value_rows, head_dim);
   fetch(next.values + TILE / 2, bytes);
 }
@@ -154,7 +154,11 @@ void run_item(const AttentionArgs& args, const LayerCache& cache, const TileOps&
   for (int64_t token = first; token < item.first_position + item.num_rows; token += TILE) {
     const int64_t now = token / TILE % 2;
     find_rows(args, cache, item, token + TILE, s, rows[1 - now]);
-    attend_tile(args, cache, ops, item, token, rows[now], rows[1 - now], s);
+    const Queries queries = queries_of(args, cache, item, token, s);
+    if (ops.attend_rows && queries.num <= FEW)
+      ops.attend_rows(queries, rows[now], rows[1 - now], head_dim, cache.dtype);
+    else
+      attend_packed(queries, cache, ops, rows[now], rows[1 - now], s);
   }
   for (int64_t r = 0; r < item.num_rows; ++r) {
     float* out = args.out + (item.first_row + r) * args.out_stride + offset;

@@ -38,16 +38,18 @@ void run_item(const Product& p, const LinearOps& linear, const RowOps& rows, int
   if (is_gated(p.finish)) {
     linear.multiply(p.w, 2 * item, x, row_bytes, num_rows, first, OUTS);
     linear.multiply(p.w, 2 * item + 1, x, row_bytes, num_rows, second, OUTS);
+    (p.finish == Finish::silu_mul ? rows.silu_mul : rows.gelu_mul)(first, second, num_rows * OUTS, first);
   } else {
     linear.multiply(p.w, item, x, row_bytes, num_rows, first, OUTS);
   }
-  for (int64_t r = 0; r < num_rows; ++r, out += p.out_stride) {
-    switch (p.finish) {
-      case Finish::store: std::copy_n(first + r * OUTS, columns, out); break;
-      case Finish::add: rows.add(first + r * OUTS, columns, out); break;
-      case Finish::silu_mul: rows.silu_mul(first + r * OUTS, second + r * OUTS, columns, out); break;
-      case Finish::gelu_mul: rows.gelu_mul(first + r * OUTS, second + r * OUTS, columns, out); break;
-    }
+  const float* from = first;
+  for (int64_t r = 0; r < num_rows; ++r, from += OUTS, out += p.out_stride) {
+    if (p.finish != Finish::add)
+      std::copy_n(from, columns, out);
+    else if (columns == OUTS)
+      for (int64_t i = 0; i < OUTS; ++i) out[i] += from[i];  // of a known length: the compiler unrolls it
+    else
+      for (int64_t i = 0; i < columns; ++i) out[i] += from[i];
   }
 }
 

@@ -10,7 +10,7 @@ namespace baton {
 // How a row of a head's keys or values is kept. i8 and f8 (e4m3): a byte per number, then the row's float32 scale.
 enum class Dtype : int { f32 = 0, f16 = 1, bf16 = 2, i8 = 3, f8 = 4 };
 
-constexpr int TILE = 32;
+constexpr int TILE = 32, FEW = 8;
 
 inline bool is_scaled(Dtype dtype) { return dtype == Dtype::i8 || dtype == Dtype::f8; }
 inline int64_t item_bytes(Dtype dtype) { return dtype == Dtype::f32 ? 4 : is_scaled(dtype) ? 1 : 2; }
@@ -28,6 +28,11 @@ struct Queries {
   float softcap;       // scores become softcap * tanh(score / softcap); 0: they stay
 };
 
+// Where a tile's tokens live in the pool: `row_bytes` each. Rows behind the last token are zeros somewhere.
+struct TileRows {
+  const char *keys[TILE], *values[TILE];
+};
+
 struct TileOps {
   // Writes n floats as `dtype`, rounding to nearest even. A scaled row's largest magnitude becomes the largest number
   // of the type; what is not finite goes into the scale, so that the whole row is read as NaN.
@@ -38,6 +43,9 @@ struct TileOps {
   void (*pack_values)(const void* const* rows, int64_t head_dim, Dtype dtype, float* packed);
   // Adds the tile to every query's running softmax. `values[t]` is a float32 row, finite where a query sees it.
   void (*attend)(const Queries& queries, const float* keys, const float* const* values, int64_t head_dim);
+  // The same, to the bit, for at most FEW queries, from the rows as they are in the pool: packing is not worth it
+  // then. Meanwhile the CPU is asked to fetch the next tile's rows. Null: this body has none.
+  void (*attend_rows)(const Queries& queries, const TileRows& rows, const TileRows& next, int64_t head_dim, Dtype dtype);
 };
 
 extern const TileOps scalar_ops;

@@ -1,227 +1,89 @@
 // The tile's arithmetic with AVX2, FMA and F16C. head_dim is a multiple of 8. Every output element is a fixed
 // chain of operations, whatever the number of queries: a row alone gets the same bits as in a batch.
-#include "half.h"
-#include "simd_avx2.h"
-#include "tile.h"
+#include "tile_rows_avx2.h"
 
 #include <math.h>
-#include <string.h>
 
 namespace baton {
 namespace {
 
-constexpr int LANES = 8, TILE_VECS = TILE / LANES;
-
-template <Dtype D>
-inline __m256 widen(__m128i halves) {
-  if (D == Dtype::f16) return _mm256_cvtph_ps(halves);
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
-}
-
-inline __m128i load_halves(const void* row, int64_t i) {
-  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(row) + i));
-}
-
-constexpr bool scaled(Dtype dtype) { return dtype == Dtype::i8 || dtype == Dtype::f8; }
-
-inline __m128i load_bytes8(const void* row, int64_t i) {
-  return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const char*>(row) + i));
-}
-
-// What a row's numbers are multiplied by: its scale, and what `load8` leaves out of an e4m3 number's exponent.
-template <Dtype D>
-inline __m256 row_factor(const void* row, int64_t n) {
-  if (!scaled(D)) return _mm256_set1_ps(1.0f);
-  float scale;
-  memcpy(&scale, static_cast<const char*>(row) + n, 4);
-  return _mm256_set1_ps(D == Dtype::f8 ? 256.0f * scale : scale);
-}
-
-// Numbers i .. i + 7 of a row, not yet multiplied by its factor.
-template <Dtype D>
-inline __m256 load8(const void* row, int64_t i) {
-  if (D == Dtype::f32) return _mm256_loadu_ps(static_cast<const float*>(row) + i);
-  if (D == Dtype::i8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_bytes8(row, i)));
-  if (D == Dtype::f8) {  // the bits of a float16 that is 2^8 times smaller
-    const __m128i wide = _mm_cvtepu8_epi16(load_bytes8(row, i));
-    const __m128i sign = _mm_and_si128(_mm_slli_epi16(wide, 8), _mm_set1_epi16(static_cast<int16_t>(0x8000)));
-    return _mm256_cvtph_ps(_mm_or_si128(sign, _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x7f)), 7)));
-  }
-  return widen<D>(load_halves(row, i));
-}
-
-inline __m256i to_i8(__m256 x) { return _mm256_cvtps_epi32(x); }
-
-// e4m3, see half.h.
-inline __m256i to_f8_8(__m256 x) {
-  const __m256i u = _mm256_castps_si256(x), mag = _mm256_and_si256(u, _mm256_set1_epi32(0x7fffffff));
-  const __m256i sign = _mm256_and_si256(_mm256_srli_epi32(u, 24), _mm256_set1_epi32(0x80));
-  const __m256 aligned = _mm256_add_ps(_mm256_castsi256_ps(mag), _mm256_set1_ps(16384.0f));
-  const __m256i small = _mm256_sub_epi32(_mm256_castps_si256(aligned), _mm256_set1_epi32(0x46800000));
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(mag, 20), _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(mag, _mm256_set1_epi32(0x7ffff)), odd);
-  const __m256i large = _mm256_sub_epi32(_mm256_srli_epi32(rounded, 20), _mm256_set1_epi32(960));
-  const __m256i is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x3c800000), mag);
-  return _mm256_or_si256(sign, _mm256_blendv_epi8(large, small, is_small));
-}
-
-template <Dtype D>
-void store_scaled(const float* src, char* dst, int64_t n) {
-  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
-  __m256i top = _mm256_setzero_si256();  // magnitudes compare like the integers of their bits, NaN above all
-  for (int64_t i = 0; i < n; i += LANES)
-    top = _mm256_max_epi32(top, _mm256_and_si256(_mm256_castps_si256(_mm256_loadu_ps(src + i)), magnitude));
-  __m128i t = _mm_max_epi32(_mm256_castsi256_si128(top), _mm256_extracti128_si256(top, 1));
-  t = _mm_max_epi32(t, _mm_shuffle_epi32(t, 0x4e));
-  t = _mm_max_epi32(t, _mm_shuffle_epi32(t, 0xb1));
-  const RowScale by = row_scale(_mm_cvtss_f32(_mm_castsi128_ps(t)), D == Dtype::i8 ? I8_TOP : F8_TOP);
-  const __m256 inverse = _mm256_set1_ps(by.inverse);
-  for (int64_t i = 0; i < n; i += LANES) {
-    __m256i q = _mm256_setzero_si256();
-    if (by.inverse != 0.0f) {
-      const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(src + i), inverse);
-      q = D == Dtype::i8 ? to_i8(x) : to_f8_8(x);
-    }
-    const __m128i low = _mm256_castsi256_si128(q), high = _mm256_extracti128_si256(q, 1);
-    const __m128i words = D == Dtype::i8 ? _mm_packs_epi32(low, high) : _mm_packus_epi32(low, high);
-    const __m128i bytes = D == Dtype::i8 ? _mm_packs_epi16(words, words) : _mm_packus_epi16(words, words);
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(dst + i), bytes);
-  }
-  memcpy(dst + n, &by.scale, 4);
-}
-
-void store_row(const float* src, void* dst, int64_t n, Dtype dtype) {
-  if (dtype == Dtype::i8) return store_scaled<Dtype::i8>(src, static_cast<char*>(dst), n);
-  if (dtype == Dtype::f8) return store_scaled<Dtype::f8>(src, static_cast<char*>(dst), n);
-  if (dtype == Dtype::f16) {
-    uint16_t* half = static_cast<uint16_t*>(dst);
-    for (int64_t i = 0; i < n; i += LANES)
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(half + i),
-                       _mm256_cvtps_ph(_mm256_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    return;
-  }
-  scalar_ops.store_row(src, dst, n, dtype);
-}
-
-// Transposes 8 tokens x 8 dims of float32 or 8-bit rows to packed[dim * TILE + token].
-template <Dtype D>
-inline void transpose32(const void* const* rows, int64_t i, const __m256* factor, float* packed) {
-  __m256 r[8], s[8];
-#pragma GCC unroll 8
-  for (int t = 0; t < 8; ++t) r[t] = scaled(D) ? _mm256_mul_ps(load8<D>(rows[t], i), factor[t]) : load8<D>(rows[t], i);
-#pragma GCC unroll 8
-  for (int t = 0; t < 8; t += 2) {
-    s[t] = _mm256_unpacklo_ps(r[t], r[t + 1]);
-    s[t + 1] = _mm256_unpackhi_ps(r[t], r[t + 1]);
-  }
-#pragma GCC unroll 8
-  for (int t = 0; t < 8; t += 4) {
-    r[t] = _mm256_shuffle_ps(s[t], s[t + 2], 0x44);
-    r[t + 1] = _mm256_shuffle_ps(s[t], s[t + 2], 0xee);
-    r[t + 2] = _mm256_shuffle_ps(s[t + 1], s[t + 3], 0x44);
-    r[t + 3] = _mm256_shuffle_ps(s[t + 1], s[t + 3], 0xee);
-  }
-#pragma GCC unroll 8
-  for (int d = 0; d < 4; ++d) {
-    _mm256_storeu_ps(packed + d * TILE, _mm256_permute2f128_ps(r[d], r[d + 4], 0x20));
-    _mm256_storeu_ps(packed + (d + 4) * TILE, _mm256_permute2f128_ps(r[d], r[d + 4], 0x31));
-  }
-}
-
-// Transposes 16 tokens x 8 dims of 16-bit rows, and widens them. Tokens 0-7 travel in the lower lanes, 8-15 in
-// the upper ones.
-template <Dtype D>
-inline void transpose16(const void* const* rows, int64_t i, float* packed) {
-  __m256i r[8], s[8];
-#pragma GCC unroll 8
-  for (int t = 0; t < 8; ++t)
-    r[t] = _mm256_inserti128_si256(_mm256_castsi128_si256(load_halves(rows[t], i)), load_halves(rows[t + 8], i), 1);
-#pragma GCC unroll 8
-  for (int t = 0; t < 8; t += 2) {  // s[t]: dims 0-3 of tokens t and t + 1 in turns, s[t + 1]: dims 4-7
-    s[t] = _mm256_unpacklo_epi16(r[t], r[t + 1]);
-    s[t + 1] = _mm256_unpackhi_epi16(r[t], r[t + 1]);
-  }
-#pragma GCC unroll 8
-  for (int t = 0; t < 8; t += 4)
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {  // r[t + 2 h]: dims 4 h and 4 h + 1 of four tokens, r[t + 2 h + 1]: the next two dims
-      r[t + 2 * h] = _mm256_unpacklo_epi32(s[t + h], s[t + 2 + h]);
-      r[t + 2 * h + 1] = _mm256_unpackhi_epi32(s[t + h], s[t + 2 + h]);
-    }
-#pragma GCC unroll 8
-  for (int d = 0; d < 8; ++d) {
-    const __m256i dim = d % 2 ? _mm256_unpackhi_epi64(r[d / 2], r[d / 2 + 4]) : _mm256_unpacklo_epi64(r[d / 2], r[d / 2 + 4]);
-    _mm256_storeu_ps(packed + d * TILE, widen<D>(_mm256_castsi256_si128(dim)));
-    _mm256_storeu_ps(packed + d * TILE + 8, widen<D>(_mm256_extracti128_si256(dim, 1)));
-  }
-}
-
-template <Dtype D>
-void pack_keys_of(const void* const* rows, int64_t head_dim, float* packed) {
-  constexpr bool HALVES = D == Dtype::f16 || D == Dtype::bf16;
-  for (int t = 0; t < TILE; t += HALVES ? 16 : 8) {
-    __m256 factor[8];
-    for (int r = 0; scaled(D) && r < 8; ++r) factor[r] = row_factor<D>(rows[t + r], head_dim);
-    for (int64_t i = 0; i < head_dim; i += 8)
-      HALVES ? transpose16<HALVES ? D : Dtype::f16>(rows + t, i, packed + i * TILE + t)
-             : transpose32<D>(rows + t, i, factor, packed + i * TILE + t);
-  }
-}
-
-void pack_keys(const void* const* rows, int64_t head_dim, Dtype dtype, float* packed) {
-  switch (dtype) {
-    case Dtype::f32: return pack_keys_of<Dtype::f32>(rows, head_dim, packed);
-    case Dtype::f16: return pack_keys_of<Dtype::f16>(rows, head_dim, packed);
-    case Dtype::bf16: return pack_keys_of<Dtype::bf16>(rows, head_dim, packed);
-    case Dtype::i8: return pack_keys_of<Dtype::i8>(rows, head_dim, packed);
-    case Dtype::f8: return pack_keys_of<Dtype::f8>(rows, head_dim, packed);
-  }
-}
-
-template <Dtype D>
-void pack_values_of(const void* const* rows, int64_t head_dim, float* packed) {
-  for (int t = 0; t < TILE; ++t) {
-    const __m256 factor = row_factor<D>(rows[t], head_dim);
-    for (int64_t i = 0; i < head_dim; i += 8) {
-      const __m256 x = load8<D>(rows[t], i);
-      _mm256_storeu_ps(packed + t * head_dim + i, scaled(D) ? _mm256_mul_ps(x, factor) : x);
-    }
-  }
-}
-
-void pack_values(const void* const* rows, int64_t head_dim, Dtype dtype, float* packed) {
-  switch (dtype) {
-    case Dtype::f32: return pack_values_of<Dtype::f32>(rows, head_dim, packed);
-    case Dtype::f16: return pack_values_of<Dtype::f16>(rows, head_dim, packed);
-    case Dtype::bf16: return pack_values_of<Dtype::bf16>(rows, head_dim, packed);
-    case Dtype::i8: return pack_values_of<Dtype::i8>(rows, head_dim, packed);
-    case Dtype::f8: return pack_values_of<Dtype::f8>(rows, head_dim, packed);
-  }
-}
-
-// Scores of N queries against the tile: score[n * TILE + t] = q[n] . key[t], summed in order of dims.
+// Scores of N queries against the tile: score[n * TILE + t] = q[n] . key[t]. A score is eight sums, the first over
+// dims 0, 8, 16, ..., the second over dims 1, 9, 17, ..., added up in pairs: what `row_scores` gets from lanes.
 template <int N>
 void tile_scores(const float* q, const float* keys, int64_t head_dim, float* score) {
-  __m256 acc[N][TILE_VECS];
+  for (int half = 0; half < TILE; half += 2 * LANES) {
+    __m256 done[2][N][2];  // of lanes 0 to 3, and 4 and 5
+#pragma GCC unroll 4
+    for (int pair = 0; pair < 4; ++pair) {
+      __m256 acc[2][N][2];
 #pragma GCC unroll 8
-  for (int n = 0; n < N; ++n)
+      for (int n = 0; n < N; ++n) acc[0][n][0] = acc[0][n][1] = acc[1][n][0] = acc[1][n][1] = _mm256_setzero_ps();
+      for (int64_t i = 2 * pair; i < head_dim; i += LANES) {
+#pragma GCC unroll 2
+        for (int lane = 0; lane < 2; ++lane) {
+          const float* key = keys + (i + lane) * TILE + half;
+          const __m256 k0 = _mm256_loadu_ps(key), k1 = _mm256_loadu_ps(key + LANES);
 #pragma GCC unroll 8
-    for (int v = 0; v < TILE_VECS; ++v) acc[n][v] = _mm256_setzero_ps();
-  for (int64_t i = 0; i < head_dim; ++i) {
-    __m256 b[N];
+          for (int n = 0; n < N; ++n) {
+            const __m256 b = _mm256_broadcast_ss(q + n * head_dim + i + lane);
+            acc[lane][n][0] = _mm256_fmadd_ps(b, k0, acc[lane][n][0]);
+            acc[lane][n][1] = _mm256_fmadd_ps(b, k1, acc[lane][n][1]);
+          }
+        }
+      }
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) b[n] = _mm256_broadcast_ss(q + n * head_dim + i);
-#pragma GCC unroll 8
-    for (int v = 0; v < TILE_VECS; ++v) {
-      const __m256 k = _mm256_loadu_ps(keys + i * TILE + v * LANES);
-#pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) acc[n][v] = _mm256_fmadd_ps(b[n], k, acc[n][v]);
+      for (int n = 0; n < N; ++n)
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+          const __m256 sum = _mm256_add_ps(acc[0][n][v], acc[1][n][v]);
+          if (pair == 0) done[0][n][v] = sum;
+          if (pair == 1) done[0][n][v] = _mm256_add_ps(done[0][n][v], sum);
+          if (pair == 2) done[1][n][v] = sum;
+          if (pair == 3)
+            _mm256_storeu_ps(score + n * TILE + half + v * LANES,
+                             _mm256_add_ps(done[0][n][v], _mm256_add_ps(done[1][n][v], sum)));
+        }
     }
   }
+}
+
+inline void prefetch_row(const char* row, int64_t bytes) {
+  for (int64_t byte = 0; byte < bytes; byte += 64) _mm_prefetch(row + byte, _MM_HINT_T0);
+}
+
+// The sums of each of four vectors' lanes.
+inline __m128 sum_lanes4(const __m256 v[4]) {
+  const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+  return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+}
+
+// What `tile_scores` gives, from the rows of the keys, four tokens at a time.
+template <Dtype D, int N>
+void row_scores(const float* q, const char* const* keys, const char* const* next, int64_t head_dim, float* score) {
+  for (int t = 0; t < TILE; t += 4) {
+    __m256 acc[N][4], factor[4];
 #pragma GCC unroll 8
-  for (int n = 0; n < N; ++n)
+    for (int j = 0; j < 4; ++j) {
+      prefetch_row(next[t + j], row_bytes(D, head_dim));
+      if (scaled(D)) factor[j] = row_factor<D>(keys[t + j], head_dim);
 #pragma GCC unroll 8
-    for (int v = 0; v < TILE_VECS; ++v) _mm256_storeu_ps(score + n * TILE + v * LANES, acc[n][v]);
+      for (int n = 0; n < N; ++n) acc[n][j] = _mm256_setzero_ps();
+    }
+    for (int64_t i = 0; i < head_dim; i += LANES) {
+      __m256 b[N];
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) b[n] = _mm256_loadu_ps(q + n * head_dim + i);
+#pragma GCC unroll 8
+      for (int j = 0; j < 4; ++j) {
+        __m256 k = load8<D>(keys[t + j], i);
+        if (scaled(D)) k = _mm256_mul_ps(k, factor[j]);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) acc[n][j] = _mm256_fmadd_ps(b[n], k, acc[n][j]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) _mm_storeu_ps(score + n * TILE + t, sum_lanes4(acc[n]));
+  }
 }
 
 // score = cap * tanh(score / cap), in place.
@@ -251,7 +113,7 @@ float softmax_step(float* score, int first, int visible, float* max, float* sum)
     total = _mm256_add_ps(total, w);
     _mm256_storeu_ps(score + v * LANES, w);
   }
-  const float keep = isinf(*max) ? 0.0f : expf(*max - top);
+  const float keep = top == *max ? 1.0f : isinf(*max) ? 0.0f : expf(*max - top);
   *sum = *sum * keep + reduce_sum(total);
   *max = top;
   return keep;
@@ -285,23 +147,65 @@ inline void add_values(float* acc, int64_t head_dim, const float* keep, const fl
     for (int v = 0; v < V; ++v) _mm256_storeu_ps(acc + n * head_dim + i + v * LANES, a[n][v]);
 }
 
-template <int N>
-void attend_some(const Queries& qs, int64_t at, const float* keys, const float* const* values, int64_t head_dim) {
-  float score[N * TILE], keep[N];
+// The same from the rows of the values.
+template <Dtype D, int N, int V>
+inline void add_rows(float* acc, int64_t head_dim, const float* keep, const float* weight, const TileRows& rows,
+                     const TileRows& next, int first, int end, int64_t i) {
+  __m256 a[N][V];
+#pragma GCC unroll 8
+  for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v)
+      a[n][v] = _mm256_mul_ps(_mm256_loadu_ps(acc + n * head_dim + i + v * LANES), _mm256_set1_ps(keep[n]));
+  for (int t = first; t < end; ++t) {
+    prefetch_row(next.values[t] + i * item_bytes(D), V * LANES * item_bytes(D));
+    __m256 w[N], factor;
+    if (scaled(D)) factor = row_factor<D>(rows.values[t], head_dim);
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) w[n] = _mm256_broadcast_ss(weight + n * TILE + t);
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      __m256 value = load8<D>(rows.values[t], i + v * LANES);
+      if (scaled(D)) value = _mm256_mul_ps(value, factor);
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) a[n][v] = _mm256_fmadd_ps(w[n], value, a[n][v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) _mm256_storeu_ps(acc + n * head_dim + i + v * LANES, a[n][v]);
+}
+
+// Which of the tile's tokens N queries see, all together.
+struct Range {
   int first = TILE, end = 0;
-  tile_scores<N>(qs.q + at * head_dim, keys, head_dim, score);
+};
+
+// Scores of N queries to weights; moves max and sum on, and tells what the old accumulators are worth now.
+template <int N>
+Range weigh(const Queries& qs, int64_t at, float* score, float* keep) {
+  Range range;
   for (int n = 0; n < N; ++n) {
     const int from = qs.first[at + n], to = qs.visible[at + n];
     if (qs.softcap > 0.0f) cap_scores(score + n * TILE, qs.softcap);
     keep[n] = softmax_step(score + n * TILE, from, to, qs.max + at + n, qs.sum + at + n);
-    first = from < first ? from : first;
-    end = to > end ? to : end;
+    range.first = from < range.first ? from : range.first;
+    range.end = to > range.end ? to : range.end;
   }
+  return range;
+}
+
+template <int N>
+void attend_some(const Queries& qs, int64_t at, const float* keys, const float* const* values, int64_t head_dim) {
+  float score[N * TILE], keep[N];
+  tile_scores<N>(qs.q + at * head_dim, keys, head_dim, score);
+  const Range seen = weigh<N>(qs, at, score, keep);
   float* acc = qs.acc + at * head_dim;
   int64_t i = 0;
   for (; i + 4 * LANES <= head_dim; i += 4 * LANES)
-    add_values<N, 4>(acc, head_dim, keep, score, values, first, end, i);
-  for (; i < head_dim; i += LANES) add_values<N, 1>(acc, head_dim, keep, score, values, first, end, i);
+    add_values<N, 4>(acc, head_dim, keep, score, values, seen.first, seen.end, i);
+  for (; i < head_dim; i += LANES) add_values<N, 1>(acc, head_dim, keep, score, values, seen.first, seen.end, i);
 }
 
 void attend(const Queries& qs, const float* keys, const float* const* values, int64_t head_dim) {
@@ -311,8 +215,38 @@ void attend(const Queries& qs, const float* keys, const float* const* values, in
   if (qs.num - n == 1) attend_some<1>(qs, n, keys, values, head_dim);
 }
 
+template <Dtype D, int N>
+void attend_some_rows(const Queries& qs, int64_t at, const TileRows& rows, const TileRows& next, int64_t head_dim) {
+  float score[N * TILE], keep[N];
+  row_scores<D, N>(qs.q + at * head_dim, rows.keys, next.keys, head_dim, score);
+  const Range seen = weigh<N>(qs, at, score, keep);
+  float* acc = qs.acc + at * head_dim;
+  int64_t i = 0;
+  for (; i + 4 * LANES <= head_dim; i += 4 * LANES)
+    add_rows<D, N, 4>(acc, head_dim, keep, score, rows, next, seen.first, seen.end, i);
+  for (; i < head_dim; i += LANES) add_rows<D, N, 1>(acc, head_dim, keep, score, rows, next, seen.first, seen.end, i);
+}
+
+template <Dtype D>
+void attend_rows_of(const Queries& qs, const TileRows& rows, const TileRows& next, int64_t head_dim) {
+  int64_t n = 0;
+  for (; n + 3 <= qs.num && qs.num - n != 4; n += 3) attend_some_rows<D, 3>(qs, n, rows, next, head_dim);
+  for (; n + 2 <= qs.num; n += 2) attend_some_rows<D, 2>(qs, n, rows, next, head_dim);
+  if (n < qs.num) attend_some_rows<D, 1>(qs, n, rows, next, head_dim);
+}
+
+void attend_rows(const Queries& qs, const TileRows& rows, const TileRows& next, int64_t head_dim, Dtype dtype) {
+  switch (dtype) {
+    case Dtype::f32: return attend_rows_of<Dtype::f32>(qs, rows, next, head_dim);
+    case Dtype::f16: return attend_rows_of<Dtype::f16>(qs, rows, next, head_dim);
+    case Dtype::bf16: return attend_rows_of<Dtype::bf16>(qs, rows, next, head_dim);
+    case Dtype::i8: return attend_rows_of<Dtype::i8>(qs, rows, next, head_dim);
+    case Dtype::f8: return attend_rows_of<Dtype::f8>(qs, rows, next, head_dim);
+  }
+}
+
 }  // namespace
 
-const TileOps avx2_ops = {store_row, pack_keys, pack_values, attend};
+const TileOps avx2_ops = {avx2_store_row, avx2_pack_keys, avx2_pack_values, attend, attend_rows};
 
 }  // namespace baton

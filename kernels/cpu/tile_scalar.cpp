@@ -97,6 +97,6 @@ void attend(const Queries& qs, const float* keys, const float* const* values, in
 
 }  // namespace
 
-const TileOps scalar_ops = {store_row, pack_keys, pack_values, attend};
+const TileOps scalar_ops = {store_row, pack_keys, pack_values, attend, nullptr};
 
 }  // namespace baton

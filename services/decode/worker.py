@@ -122,7 +122,7 @@ class DecodeWorker:
         self.cancel(fence.request_id, fence.epoch, "stale")
 
     def progress(self) -> int | None:
-        return self._engine.stats().steps if self._engine.is_stepping else None
+        return self._engine.num_steps if self._engine.is_stepping else None
 
     def cached_hashes(self) -> tuple[BlockHash, ...]:
         return self._engine.cached_hashes()
@@ -188,6 +188,7 @@ class DecodeWorker:
         """Pull the prompt's blocks, take the lease, join the batch. The reservation is this task's alone: it ends here
         in `land` or in `drop`, and `drop` only when no byte can move into its blocks any more."""
         first: FirstToken | None = None
+        await self._engine.settle()
         with job.fetching:
             first = await self._fetch(job, reservation)
         if first is None and job.seq_id in self._jobs:

@@ -18,7 +18,7 @@ LAYOUT = "block-major-1"
 """`[num_blocks, num_kv_heads, num_layers, 2, block_size, row]`: one block is one contiguous run. A row is `head_dim`
 numbers, and behind 8-bit ones their scale."""
 
-NUMERICS_VERSION = 2
+NUMERICS_VERSION = 3
 """Raised when this build computes other KV values than the one before from the same weights and tokens."""
 
 

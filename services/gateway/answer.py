@@ -176,6 +176,8 @@ class _ToolParser:
             return
         if self._after_call and (form.end.startswith(text) or self._is_noise(text)):
             return
+        if form.is_list and self._is_bare(text):
+            return
         kept = _overlap(text, begin)
         shown = text[: len(text) - kept].rstrip()
         self._show(shown, out)
@@ -194,7 +196,9 @@ class _ToolParser:
         return not rest or (self._form.is_list and rest == "[")
 
     def _is_bare(self, before: str) -> bool:
-        return self._form.bare and not self._seen_text and self._form.begin not in before and self._is_noise(before)
+        """Whether a call may begin behind `before` without the marker, at the beginning of the answer."""
+        form = self._form
+        return form.bare and not self._seen_text and before.strip() in ("", "[" if form.is_list else "")
 
     def _is_noise(self, text: str) -> bool:
         """Blanks, and what stands between and behind calls."""

@@ -23,7 +23,6 @@ class Asked:
     prompt: str
     grammar: GrammarAsk | None
     shape: AnswerShape
-    needs_special: bool = False  # a special token begins a tool call, and must be shown to the parser
 
 
 class ChatReader:
@@ -56,15 +55,19 @@ class ChatReader:
         prompt = self._template.render(messages, options)
         # An answer that follows a grammar has no room for thoughts; one that is gone on with may be past them.
         reasoning = self._reasons and grammar is None and not options.continue_final_message
-        form = self.tool_format if tools.tools else None
+        form = self._written() if tools.tools else None
         shape = AnswerShape(
             reasoning=reasoning,
             begins_thinking=reasoning and prompt.rstrip().endswith(THINK),
             tools=form,
             names=frozenset(tool.name for tool in tools.tools),
         )
-        special = form is not None and self._tokenizer.special_id(form.begin) is not None
-        return Asked(prompt, grammar, shape, special)
+        return Asked(prompt, grammar, shape)
+
+    def _written(self) -> ToolFormat:
+        """The format as it is seen in text, where special tokens are not shown: calls without their marker."""
+        form = self.tool_format
+        return form if self._tokenizer.special_id(form.begin) is None else replace(form, bare=True)
 
 
 def read_options(fields: Fields) -> RenderOptions:

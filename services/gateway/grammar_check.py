@@ -94,7 +94,7 @@ class ProcessGrammarChecker:
             return
         self.num_started += 1
         command = [sys.executable, "-m", "services.gateway.grammar_child", str(self._model)]
-        self._process = await anyio.open_process(command, stderr=None)
+        self._process = await anyio.open_process(command, stderr=None, start_new_session=True)
         assert self._process.stdout is not None
         self._lines = BufferedByteReceiveStream(self._process.stdout)
         with anyio.fail_after(_START_S):

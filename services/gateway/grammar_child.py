@@ -19,6 +19,8 @@ from shared.tokenizer import load_tokenizer
 
 MAX_MEMORY_BYTES = 4 << 30
 """Address space, with the libraries and the vocabulary."""
+MAX_CPU_S = 30
+"""For one grammar; the gateway has less patience, but may be gone."""
 
 
 def main(path: str) -> None:
@@ -32,6 +34,9 @@ def main(path: str) -> None:
     _say({})
     for line in sys.stdin.buffer:
         ask = msgspec.json.decode(line)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        limit = int(used.ru_utime + used.ru_stime) + MAX_CPU_S
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
         try:
             _say({"grammar": tried(vocabulary, ask["kind"], ask["text"])})
         except GrammarError as exc:

@@ -8,6 +8,7 @@ from shared.clock import Clock
 from shared.errors import BusError
 from shared.ids import Incarnation, RequestId
 from shared.keys import Keys
+from shared.lazy_reader import LazyReader
 from shared.leases import AdmitAnswer, Leases, RecordState
 from shared.messages import GatewayMsg, GenerateRequest, Registration
 from shared.roster import Roster
@@ -32,7 +33,7 @@ class RedisRequestPort:
     ) -> None:
         self._leases, self._roster, self._clock, self._max_queued = leases, roster, clock, max_queued
         self._incarnation = incarnation
-        self._reader = bus.reader(keys.tokens(incarnation))
+        self._reader = LazyReader(bus.reader(keys.tokens(incarnation)), clock)
         self._unacked: list[Delivery] = []
         self._workers: list[Registration] = []
         self._workers_at: float | None = None
@@ -68,8 +69,10 @@ class RedisRequestPort:
         return await self._leases.token_log(request_id, choice)
 
     async def next_events(self) -> list[GatewayMsg]:
-        if self._unacked:
-            await self._reader.ack(self._unacked)
+        """What came since the last call; none at all where it was only time to delete something. Entries of the last
+        call are deleted a little later: a gateway that sees one again drops it."""
+        done, self._unacked = self._unacked, []
+        self._reader.ack(done)
         self._unacked = await self._reader.next()
         return [message for delivery in self._unacked for message in delivery.messages]
 

@@ -26,6 +26,7 @@ class Echo:
     parallel_tool_calls: bool
     metadata: dict[str, Any]
     user: str | None
+    text_format: dict[str, Any]
 
 
 class ResponsesWire:
@@ -49,7 +50,7 @@ class ResponsesWire:
             "user": echo.user,
             "previous_response_id": None,
             "store": False,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": echo.text_format},
             "tool_choice": "auto",
             "tools": [],
             "truncation": "disabled",

@@ -6,7 +6,6 @@ mistral      [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] (Mistral)
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,7 +30,7 @@ class ToolFormat:
     arguments: str  # the key
     is_list: bool = False
     parallel: bool = True
-    bare: bool = False  # a call may come without `begin`: then the whole answer is one
+    bare: bool = False  # an answer may begin with a call, without `begin`: then only of a tool that is there
 
 
 FORMATS = {
@@ -78,7 +77,3 @@ def _marker(text: str, tokenizer: Tokenizer) -> str:
 
 def _text(text: str) -> str:
     return json.dumps(text)
-
-
-def tool_names(ask: ToolAsk) -> Sequence[str]:
-    return [tool.name for tool in ask.tools]

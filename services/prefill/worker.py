@@ -151,7 +151,7 @@ class PrefillWorker:
                 self._end(job, "lease lost")
 
     def progress(self) -> int | None:
-        return self._engine.stats().steps if self._engine.is_stepping else None
+        return self._engine.num_steps if self._engine.is_stepping else None
 
     def cached_hashes(self) -> tuple[BlockHash, ...]:
         return self._engine.cached_hashes()

@@ -1,8 +1,7 @@
 -- What a key may still use: two token buckets that refill with Redis TIME, and who is under way.
--- KEYS: bucket busy  ARGV: op requests_per_minute tokens_per_minute max_concurrent hold_ms tokens id...
--- enter: a request begins. charge: it may cost so many tokens in all. leave: it did (-1: what was charged). renew: the
--- requests named are still under way. A limit of 0 is none. Answer: granted, what is short, ms until it may be there,
--- requests left, tokens left, ms until each bucket is full.
+-- KEYS: bucket busy  ARGV: op requests_per_minute tokens_per_minute max_concurrent hold_ms tokens id
+-- enter: a request begins. charge: it may cost so many tokens in all. A limit of 0 is none. Answer: granted, what is
+-- short, ms until it may be there (-1: never), requests left, tokens left, ms until each bucket is full.
 -- Repeatable: what a request was charged is kept under its id until it leaves, and only the difference is taken.
 local op, hold, cost, id = ARGV[1], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7]
 local max = {r = tonumber(ARGV[2]), t = tonumber(ARGV[3]), c = tonumber(ARGV[4])}
@@ -13,8 +12,7 @@ for _, gone in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now)) do -- i
   redis.call('HDEL', KEYS[1], 'c:' .. gone)
 end
 local saved = redis.call('HMGET', KEYS[1], 'r', 't', 'at')
-local since = now - (tonumber(saved[3]) or now)
-local left = {}
+local since, left = now - (tonumber(saved[3]) or now), {}
 for i, name in ipairs({'r', 't'}) do
   left[name] = math.min(max[name], (tonumber(saved[i]) or max[name]) + since * max[name] / 60000)
 end
@@ -23,8 +21,7 @@ local function need(name, amount)
   if ok == 0 or max[name] == 0 or left[name] >= amount then return end
   ok, short, wait = 0, name, amount > max[name] and -1 or math.ceil((amount - left[name]) * 60000 / max[name])
 end
-local known = redis.call('ZSCORE', KEYS[2], id)
-if op == 'enter' and not known then
+if op == 'enter' and not redis.call('ZSCORE', KEYS[2], id) then
   need('r', 1)
   need('t', math.min(1, max.t))
   if ok == 1 and max.c > 0 and redis.call('ZCARD', KEYS[2]) >= max.c then ok, short, wait = 0, 'c', 1000 end
@@ -39,15 +36,6 @@ elseif op == 'charge' then
     left.t = math.max(0, left.t - more)
     redis.call('HSET', KEYS[1], 'c:' .. id, cost)
     redis.call('ZADD', KEYS[2], now + hold, id)
-  end
-elseif op == 'leave' and known then
-  local charged = tonumber(redis.call('HGET', KEYS[1], 'c:' .. id))
-  if charged and cost >= 0 then left.t = math.min(max.t, left.t + charged - cost) end
-  redis.call('HDEL', KEYS[1], 'c:' .. id)
-  redis.call('ZREM', KEYS[2], id)
-elseif op == 'renew' then
-  for i = 7, #ARGV do
-    if redis.call('ZSCORE', KEYS[2], ARGV[i]) then redis.call('ZADD', KEYS[2], now + hold, ARGV[i]) end
   end
 end
 redis.call('HSET', KEYS[1], 'r', tostring(left.r), 't', tostring(left.t), 'at', now)

@@ -29,9 +29,10 @@ SETTINGS = {"engine__num_blocks": 300, "engine__max_num_seqs": 8, "engine__max_n
 async def leave(port: int, draw: random.Random) -> None:
     """Ask, and close the connection: after a time, or after some events."""
     prompt = f"{draw.randrange(10**9)} {PROMPT * draw.randint(1, 5)}"
-    body = json.dumps({"prompt": prompt, "stream": draw.random() < 0.7, "max_tokens": 500, "ignore_eos": True})
+    stream = draw.random() < 0.7
+    body = json.dumps({"prompt": prompt, "stream": stream, "max_tokens": 500, "ignore_eos": True})
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-    num_events = draw.choice((0, 0, 1, 3, 20))
+    num_events = draw.choice((0, 0, 1, 3, 20)) if stream else 0
     async with await anyio.connect_tcp("127.0.0.1", port) as connection:
         await connection.send((head + body).encode())
         with anyio.move_on_after(draw.choice((0.03, 0.3, 2.0)) * draw.random() if not num_events else 10.0):

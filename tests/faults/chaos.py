@@ -95,6 +95,7 @@ class Chaos:
                 for ask in self._plan.asks():
                     await anyio.sleep(max(0.0, began + ask.at_s - time.monotonic()))
                     clients.start_soon(self._clients.ask, ask)
+            await self._clients.close()
             self.report.traffic_s = time.monotonic() - began
             tasks.cancel_scope.cancel()
         await anyio.to_thread.run_sync(self._settle)

@@ -87,8 +87,15 @@ class Clients:
     """All clients of one run."""
 
     def __init__(self, url: str, redis_url: str, keys: Keys, judge: Judge, watch: GatewayWatch) -> None:
-        self._url, self._redis_url, self._keys, self._judge, self._watch = url, redis_url, keys, judge, watch
+        self._redis_url, self._keys, self._judge, self._watch = redis_url, keys, judge, watch
+        # One client, each request on a connection of its own. A client for each would take so long to make that those
+        # which ask again at once would be late with their requests' heads, which a gateway does not suffer.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._http = httpx.AsyncClient(base_url=url, timeout=GIVE_UP_S, trust_env=False, limits=limits)
         self.findings = Findings()
+
+    async def close(self) -> None:
+        await self._http.aclose()
 
     async def ask(self, ask: Ask) -> None:
         """Until answered; what went wrong is in the findings."""
@@ -125,10 +132,9 @@ class Clients:
         """
         body = {"prompt": ask.prompt, "max_tokens": ask.max_tokens, "temperature": 0, "ignore_eos": True}
         try:
-            async with httpx.AsyncClient(base_url=self._url, timeout=GIVE_UP_S, trust_env=False) as client:
-                if ask.kind == "stream":
-                    return await self._stream(client, ask, {**body, "stream": True})
-                reply = await client.post("/v1/completions", json=body)
+            if ask.kind == "stream":
+                return await self._stream(ask, {**body, "stream": True})
+            reply = await self._http.post("/v1/completions", json=body)
         except httpx.HTTPError as exc:
             raise BrokenReply(repr(exc)) from None
         if reply.status_code != 200:
@@ -139,9 +145,9 @@ class Clients:
             return f"a wrong end: {choice['finish_reason']}, {answer['usage']}"
         return await self._compare(ask, answer["id"], choice["text"])
 
-    async def _stream(self, client: httpx.AsyncClient, ask: Ask, body: dict[str, Any]) -> str | None:
+    async def _stream(self, ask: Ask, body: dict[str, Any]) -> str | None:
         text, response_id, reason, done = "", "", None, False
-        async with client.stream("POST", "/v1/completions", json=body) as reply:
+        async with self._http.stream("POST", "/v1/completions", json=body) as reply:
             if reply.status_code != 200:
                 return self._refused(reply.status_code, (await reply.aread()).decode())
             async for line in reply.aiter_lines():

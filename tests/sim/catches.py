@@ -39,6 +39,7 @@ CATCHES: dict[str, int] = {
     "a gateway believes old epochs": 10,
     "a gateway takes repeats": 1,
     "lost requests stay lost": 1,
+    "a task's state is that of now": 11,
     "the buried go on": 1,
     "leases are renewed without progress": 1,
     "the index overlooks holes": 1,

@@ -190,6 +190,7 @@ _SCRIPT_ARGS: dict[str, tuple[list[str], list[Any]]] = {
     "retire": (["{t}:workers", "{t}:worker:d", S], ["d", "dead", b"m3"]),
     "bury": (["{t}:workers", "{t}:worker:d", "{t}:held:d"], ["d"]),
     "forget": (["{t}:workers", "{t}:worker:d", "{t}:held:d", "{t}:work:d", "{t}:control:d"], ["d"]),
+    "clamp": (["{t}:workers"], [5000]),
     "lead": (["{t}:leader"], ["s"]),
     "dispatch": (
         [
@@ -251,8 +252,8 @@ BEGIN = (
     ("XADD", SUBMIT, "1-1", "id", "s"),
     ("XADD", SUBMIT, "2-1", "id", "s"),
 )
-OF_THE_EDGE = {"limit"}
-"""No part of the simulated world: `tests/unit/shared/test_rate_limits.py`."""
+OF_THE_EDGE = {"limit", "limit_leave", "limit_renew"}
+"""No part of the simulated world: `tests/unit/shared/test_api_keys.py`."""
 
 
 def test_every_script_is_compared() -> None:

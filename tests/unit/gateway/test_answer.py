@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -99,6 +100,21 @@ def test_tool_calls_are_found_wherever_the_text_is_cut(form: str, text: str, wan
 def test_reasoning_is_split_off_wherever_the_text_is_cut(text: str, want: list[Piece]):
     """`<think>` at the beginning, closed or not."""
     check(text, AnswerShape(reasoning=True, tools=FORMATS["hermes"], names=("f",)), want)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("mistral", ' [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'),
+        ("hermes", '{"name": "f", "arguments": {"a": 1}}\n\n{"name": "g", "arguments": {}}\n'),
+    ],
+)
+def test_calls_are_found_without_markers_that_are_special_tokens(form: str, text: str):
+    """Special tokens are not shown: the answer begins with a call of a tool that is there."""
+    bare = AnswerShape(tools=replace(FORMATS[form], bare=True), names=("f", "g"))
+    check(text, bare, [CallBegan(0, "f"), CallPart(0, '{"a": 1}'), CallBegan(1, "g"), CallPart(1, "{}")])
+    for other in (text.replace('"f"', '"h"'), "[1, 2]", "[", "x" + text):
+        check(other, bare, [Content(other)]) if len(other) > 1 else None
 
 
 def test_a_prompt_may_have_begun_the_reasoning():

@@ -45,6 +45,7 @@ async def test_messages_are_tokenised_as_a_chat_would_be(gateway: Gateway):
     [
         ("/tokenize", {}, "messages"),
         ("/tokenize", {"prompt": 3}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "messages"),
         ("/tokenize", {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
         ("/tokenize", {"prompt": "x", "model": "other"}, "model"),
         ("/detokenize", {}, "tokens"),

@@ -24,8 +24,8 @@ from tests.unit.shared.lua_models_queue import QUEUE
 MAX_LINES = 40
 EXAMPLES = int(os.environ.get("BATON_LUA_EXAMPLES", "50"))
 MODELS = WORK | QUEUE
-OWN_TESTS = {"limit"}
-"""`test_rate_limits.py` has its model."""
+OWN_TESTS = {"limit", "limit_leave", "limit_renew"}
+"""See `test_api_keys.py`."""
 CALL = re.compile(r"redis\.call\('(\w+)', ?([^,)]*)")
 BOUND = re.compile(r"local ([\w, ]+) = (.*)")
 

@@ -27,6 +27,7 @@ class Trained:
     ours: Tokenizer
     own: Any
     transformers: Any
+    prefix: bool  # a space is put before a text
 
 
 def train(folder: Path, name: str, *, prefix: bool, vocab_size: int = 900) -> Trained:
@@ -47,7 +48,7 @@ def train(folder: Path, name: str, *, prefix: bool, vocab_size: int = 900) -> Tr
     )
     own: Any = sentencepiece.SentencePieceProcessor(model_file=str(folder / f"{name}.model"))
     path = write_gguf(folder / f"{name}.gguf", own, prefix=prefix)
-    return Trained(load_tokenizer(path), own, by_transformers(folder / name, own, prefix=prefix))
+    return Trained(load_tokenizer(path), own, by_transformers(folder / name, own, prefix=prefix), prefix)
 
 
 def write_gguf(path: Path, own: Any, *, prefix: bool) -> Path:
@@ -94,11 +95,13 @@ def strings(count: int, seed: int) -> list[str]:
 
 
 def test_random_text_tokenises_as_in_sentencepiece_and_transformers(trained: Trained):
-    """Rare characters fall back to bytes; runs of blanks, digits and lines are cut as the model was trained."""
+    """Rare characters fall back to bytes; runs of blanks, digits and lines are cut as the model was trained. (Before a
+    text that begins with a blank, transformers 5 puts no other, unlike sentencepiece: that is left out.)"""
     for text in strings(NUM_STRINGS, 1):
         ours = trained.ours.encode(text, add_special_tokens=False)
-        assert ours == trained.transformers(text, add_special_tokens=False)["input_ids"], repr(text)
         assert ours == trained.own.encode(text), repr(text)
+        if not (trained.prefix and text.startswith((" ", "▁"))):
+            assert ours == trained.transformers(text, add_special_tokens=False)["input_ids"], repr(text)
 
 
 def test_text_comes_back_through_the_detokenizer(trained: Trained):
