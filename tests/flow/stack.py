@@ -45,6 +45,7 @@ class Stack:
             "BATON_REDIS_URL": self.redis.url,
             "BATON_GATEWAY_PORT": str(port),
             "BATON_ENGINE_MEMORY_FRACTION": "0.25",
+            "BATON_ENGINE_PREFAULT_BYTES": "0",
             "BATON_LOG_LEVEL": "info",
             "BATON_MODEL_DTYPE": "float32",  # the exact path: answers are compared with the oracle
         }

@@ -140,7 +140,8 @@ class Book:
                 if want == 1:
                     record.log += _unpack(args[5 * i + 3])[len(record.log) - index :]
             self._expect(answer == want, f"emit of {request_id}/{epoch}: {answer}, expected {want}")
-            self._compare(request_id)
+        for key in keys[1::2]:  # once all are in: an entry may have several items of one request
+            self._compare(key.rsplit(":", 1)[1])
 
     def _after_complete(self, keys: list[str], args: list[Any], answer: int) -> None:
         request_id, epoch, attempt = str(args[0]), int(args[1]), str(args[2])
