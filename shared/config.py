@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from shared.errors import ConfigError
+from shared.host_memory import parse_bytes
 
 PREFIX = "BATON_"
 FILE_VARIABLE = "BATON_CONFIG"
@@ -101,10 +102,14 @@ class EngineConfig(Section, frozen=True):
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     memory_fraction: float = 0.5  # of the memory that is free at start, over all workers of the host
+    memory_limit: str = ""  # e.g. 4GiB, over all workers of the host, in place of the fraction
     free_bytes: int = 0  # what was free before any worker of the host started; 0 = look; `baton up` looks once for all
     memory_share: float = 1.0  # this worker's part of that budget
     num_blocks: int = 0  # 0 = from the memory budget
     prefix_caching: bool = True
+    look_ahead: bool = True  # plan the next step while one runs
+    park_bytes: int = 256 << 20  # host memory for the KV of preempted seqs, at most; 0 = they are computed again
+    prefault_bytes: int = 512 << 20  # of the pool, taken from the system at start rather than when first used
 
 
 class WorkerConfig(Section, frozen=True):
@@ -247,5 +252,7 @@ def _check(s: Settings) -> None:
             raise ConfigError(f"configuration: engine.{field} must be in (0, 1], got {share}")
     if bool(s.gateway.tls_cert) != bool(s.gateway.tls_key):
         raise ConfigError("configuration: gateway.tls_cert and gateway.tls_key go together")
+    if s.engine.memory_limit:
+        parse_bytes(s.engine.memory_limit)
     if not s.transfer.transports:
         raise ConfigError("configuration: transfer.transports must name at least one transport")

@@ -44,6 +44,10 @@ def up(
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in one step, at most.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens in one step, at most.")] = None,
     transport: Annotated[str | None, typer.Option(help="How blocks travel: shm, tcp or shm,tcp.")] = None,
+    memory_fraction: Annotated[
+        float | None, typer.Option(help="Part of the free memory for all workers together (default 0.5).")
+    ] = None,
+    memory_limit: Annotated[str | None, typer.Option(help="Memory for all workers together, e.g. 4GiB.")] = None,
     quantize: Annotated[str | None, typer.Option(help="Weights: auto (as stored), int8 or float32.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="KV cache: float16, bfloat16, int8, fp8 or float32.")] = None,
 ) -> None:
@@ -61,6 +65,8 @@ def up(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         transport=transport,
+        memory_fraction=memory_fraction,
+        memory_limit=memory_limit,
         quantize=quantize,
         kv_dtype=kv_dtype,
     )

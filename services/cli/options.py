@@ -22,6 +22,8 @@ _FLAGS = {
     "ENGINE_MAX_NUM_SEQS": "max_num_seqs",
     "ENGINE_MAX_NUM_BATCHED_TOKENS": "max_num_batched_tokens",
     "TRANSFER_TRANSPORTS": "transport",
+    "ENGINE_MEMORY_FRACTION": "memory_fraction",
+    "ENGINE_MEMORY_LIMIT": "memory_limit",
     "MODEL_DTYPE": "quantize",
     "MODEL_KV_DTYPE": "kv_dtype",
 }
@@ -44,6 +46,8 @@ class UpOptions:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     transport: str | None = None
+    memory_fraction: float | None = None
+    memory_limit: str | None = None
     quantize: str | None = None
     kv_dtype: str | None = None
 

@@ -3,6 +3,15 @@ time slice, so every worker has cores of its own as long as there are enough."""
 
 from collections.abc import Sequence
 
+CORES_PER_SERVICE_CORE = 8
+
+
+def worker_cores(cores: Sequence[int]) -> tuple[int, ...]:
+    """The cores that workers are pinned to, of those that the stack may use: of each eight the workers leave one, the
+    last ones, to Redis, gateway, scheduler and index. These are not pinned: on a small machine they run beside the
+    workers, wherever the kernel finds time."""
+    return tuple(cores[: len(cores) - len(cores) // CORES_PER_SERVICE_CORE])
+
 
 def split_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
     """Cores per worker: disjoint, contiguous and nearly equal runs, the first workers getting the remainder.

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import httpx
@@ -19,12 +20,16 @@ class ServiceProbe:
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
+        self.details: dict[str, dict[str, Any]] = {}  # what each service said of itself when it was ready
 
     async def ready(self, spec: ServiceSpec) -> bool:
         if spec.ready.startswith(REDIS_SOCKET):
             return (await _redis_answers(spec.ready.removeprefix(REDIS_SOCKET))).startswith(b"+PONG")
         try:
-            return (await self._client.get(spec.ready)).status_code == 200
+            answer = await self._client.get(spec.ready)
+            if answer.status_code == 200:
+                self.details[spec.name] = _details(answer)
+            return answer.status_code == 200
         except (httpx.HTTPError, OSError):
             return False
 
@@ -47,6 +52,14 @@ async def local_client() -> AsyncIterator[httpx.AsyncClient]:
     limits = httpx.Limits(max_keepalive_connections=0)
     async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S, limits=limits) as client:
         yield client
+
+
+def _details(answer: httpx.Response) -> dict[str, Any]:
+    try:
+        said = answer.json()
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 async def _redis_answers(socket: str, timeout_s: float = TIMEOUT_S) -> bytes:

@@ -3,8 +3,9 @@
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from services.cli.errors import CommandError
 from services.cli.logs import LogSink
 from services.cli.options import UpOptions, external_redis, settings_for
+from services.cli.placement import worker_cores
 from services.cli.plan import StackPlan, child_environ, num_ports, redis_spec, service_specs
 from services.cli.ports import check_free, free_ports
 from services.cli.probe import ServiceProbe, local_client
@@ -24,7 +26,7 @@ from services.cli.supervisor import HUNG_S, START_S, Died, Service, ServiceSpec,
 from shared.clock import Clock
 from shared.config import Settings
 from shared.errors import BusError
-from shared.host_memory import free_memory_bytes
+from shared.host_memory import free_memory_bytes, usable_cores
 
 Say = Callable[[str], None]
 
@@ -62,7 +64,7 @@ class Stack:
             settings=settings,
             num_prefill=options.prefill,
             num_decode=options.decode,
-            cores=tuple(sorted(os.sched_getaffinity(0))),
+            cores=worker_cores(usable_cores(os.sched_getaffinity(0))),
             ports=tuple(free_ports(num_ports(options.prefill, options.decode))),
         )
         self.specs = specs + service_specs(self.plan)
@@ -84,10 +86,11 @@ class Stack:
         try:
             async with local_client() as client, anyio.create_task_group() as tasks:
                 spawner = ProcessSpawner(tasks, self._clock, home(), child_environ(os.environ), sink.line)
+                probe = ServiceProbe(client)
                 supervisor = Supervisor(
                     self.specs,
                     spawner=spawner,
-                    probe=ServiceProbe(client),
+                    probe=probe,
                     clock=self._clock,
                     on_change=lambda: self._save(supervisor.services),
                     on_ready=self._back,
@@ -95,7 +98,7 @@ class Stack:
                     on_hang=self._hangs,
                 )
                 tasks.start_soon(self._signals, supervisor)
-                failure = await supervisor.run(lambda: self._all_ready(supervisor, on_ready))
+                failure = await supervisor.run(lambda: self._all_ready(supervisor, probe, on_ready))
                 tasks.cancel_scope.cancel()
         finally:
             self.run_dir.clear()
@@ -103,12 +106,13 @@ class Stack:
         if failure:
             raise self._gave_up(failure, sink)
 
-    def _all_ready(self, supervisor: Supervisor, on_ready: Say) -> None:
+    def _all_ready(self, supervisor: Supervisor, probe: ServiceProbe, on_ready: Say) -> None:
         self._phase = "ready"
         self._save(supervisor.services)
-        on_ready(self.ready_text())
+        on_ready(self.ready_text(probe.details))
 
-    def ready_text(self) -> str:
+    def ready_text(self, details: Mapping[str, Mapping[str, Any]]) -> str:
+        """What the user reads once everything runs. `details`: what the services say of themselves."""
         p, url = self.plan, self.plan.url
         roles = (
             f"{p.num_prefill} prefill, {p.num_decode} decode" if p.num_prefill else f"aggregated, {p.num_decode} decode"
@@ -122,6 +126,8 @@ class Stack:
             f"  metrics  {self._gateway_url()}/metrics",
             f"  logs     {_short(self.run_dir.logs)}",
         ]
+        facts = [(name, details[name]) for _, name in p.workers if "blocks" in details.get(name, {})]
+        lines[1:1] = [f"  {name:<8} {room_text(said)}" for name, said in facts]
         if len(p.workers) > len(p.cores):
             lines.append(f"  note     {len(p.workers)} workers share {len(p.cores)} cores: expect them to be slow")
         return "\n".join(lines)
@@ -184,6 +190,15 @@ class Stack:
                 services=tuple(rows),
             )
         )
+
+
+def room_text(facts: Mapping[str, Any]) -> str:
+    """What a worker has room for."""
+    shared = " (shared)" if facts["weights_shared"] else ""
+    return (
+        f"{facts['weights_mib']} MiB of weights{shared}, {facts['blocks']} KV blocks ({facts['kv_mib']} MiB), "
+        f"{facts['context_tokens']} tokens of context, {facts['seqs_at_2k']} seqs of 2K tokens"
+    )
 
 
 def exit_text(code: int) -> str:

@@ -164,6 +164,10 @@ class BlockPool:
     def refs(self, block: BlockId) -> int:
         return self._refs[block]
 
+    def all_refs(self) -> list[int]:
+        """`refs` of every block, in order. Not to be changed."""
+        return self._refs
+
     def is_writable(self, block: BlockId) -> bool:
         """Whether exactly one seq can see the block's bytes, and nothing was said about them yet."""
         return self._refs[block] == 1 and block not in self._cache and not self._pins[block]
@@ -203,8 +207,8 @@ class BlockPool:
                 count["cached"] += 1
         return count
 
-    def check(self) -> None:
-        """Assert that every block is in exactly one state and that promises can be kept."""
+    def check(self) -> dict[str, int]:
+        """Assert that every block is in exactly one state and that promises can be kept; the census."""
         self._cache.check()
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
@@ -212,16 +216,14 @@ class BlockPool:
         assert sum(count.values()) == self.total, f"{count} is not {self.total} blocks"
         assert count["cached"] == self._cache.num_idle
         assert 0 <= self.promised <= count["free"] + count["cached"]
-        for block in map(BlockId, range(self.total)):
-            if self._refs[block]:
-                assert block not in free
-                assert block not in self._quarantined
-                assert not self._cache.is_idle(block)
-            else:
-                assert not self._pins[block]
-                assert block not in self._landing
-            if block in free or block in self._landing or block in self._quarantined:
-                assert block not in self._cache
+        held = {BlockId(block) for block, refs in enumerate(self._refs) if refs}
+        assert held.isdisjoint(free)
+        assert held.isdisjoint(self._quarantined)
+        assert not any(map(self._cache.is_idle, held))
+        assert self._landing <= held
+        assert all(block in held for block, pins in enumerate(self._pins) if pins)
+        assert not any(block in self._cache for block in (*free, *self._landing, *self._quarantined))
+        return count
 
     def _take_one(self) -> BlockId:
         block = self._free.pop() if self._free else self._cache.evict()

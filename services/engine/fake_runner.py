@@ -7,10 +7,11 @@ so that they can be sent to another worker.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
-from services.engine.types import PlanItem, StepPlan, StepResult
+from services.engine.last_tokens import LastTokens
+from services.engine.types import PENDING, BayId, Move, PlanItem, SeqId, StepPlan, StepResult
 from shared.hashing import block_digest
 from shared.ids import BlockDigest, BlockId
 from shared.messages import TokenLogprobs
@@ -71,6 +72,8 @@ class FakeRunner:
         self._vocab_size = vocab_size
         self._thorough = thorough
         self._region = memoryview(bytearray(num_blocks * self.block_bytes)) if region is None else region.cast("B")
+        self._last = LastTokens()
+        self._bays: dict[BayId, bytes] = {}
         assert len(self._region) == num_blocks * self.block_bytes
 
     @property
@@ -81,12 +84,20 @@ class FakeRunner:
     def region(self) -> memoryview:
         return self._region
 
+    def move(self, parks: Sequence[Move], restores: Sequence[Move]) -> None:
+        for block, bay in parks:
+            self._bays[bay] = bytes(self._block(block))
+        for block, bay in restores:
+            self._block(block)[:] = self._bays[bay]
+
     def run(self, plan: StepPlan) -> StepResult:
         """Asserts on a plan that a paged KV could not run rightly."""
+        pending = self._last.take(plan)
         for source, target in plan.copies:
             self._block(target)[:] = self._block(source)
         written: set[int] = set()
-        sampled = tuple(self._run_item(item, written) for item in plan.items)
+        sampled = tuple(self._run_item(item, written, pending) for item in plan.items)
+        self._last.put(plan, sampled)
         logprobs: list[tuple[TokenLogprobs, ...]] = []
         for item, tokens in zip(plan.items, sampled, strict=True):
             wanted = item.sample is not None and item.sample.sampling.logprobs is not None
@@ -102,12 +113,13 @@ class FakeRunner:
     def digest(self, block: BlockId) -> BlockDigest:
         return block_digest(self._block(block))
 
-    def _run_item(self, item: PlanItem, written: set[int]) -> tuple[int, ...]:
+    def _run_item(self, item: PlanItem, written: set[int], pending: Mapping[SeqId, int]) -> tuple[int, ...]:
         assert item.token_ids, f"seq {item.seq_id}: no rows"
         end = item.start + len(item.token_ids)
         assert end <= len(item.block_table) * self._block_size, f"seq {item.seq_id}: table too short"
         state = self._state_before(item)
-        for position, token in enumerate(item.token_ids, item.start):
+        for position, known in enumerate(item.token_ids, item.start):
+            token = pending[item.seq_id] if known == PENDING else known
             state = next_state(state, token)
             slot = self._slot(item, position)
             assert slot not in written, f"seq {item.seq_id}: slot {slot} written twice in one step"

@@ -3,29 +3,33 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+import msgspec
 import structlog
 
 from services.engine.block_pool import BlockPool
+from services.engine.calibration import calibrate, worth_parking
 from services.engine.engine import Engine
 from services.engine.grammars import Grammars
 from services.engine.load import ModelPlan, open_model
+from services.engine.parking import Parking
 from services.engine.planner import Planner, PlannerLimits
 from services.engine.runner import ModelRunner, configure_threads
 from shared.addresses import worker_name
 from shared.clock import Clock
 from shared.config import EngineConfig, Settings
+from shared.cost import CostModel
 from shared.errors import ConfigError
 from shared.grammar import Vocabulary
 from shared.host_memory import free_memory_bytes
 from shared.ids import Incarnation, WorkerId
 from shared.messages import PROTOCOL_VERSION, Endpoint, Registration, Role
 from shared.model_path import model_name, resolve
-from shared.offload import Offload, ThreadOffload
+from shared.offload import Lane, ThreadOffload
 from shared.tokenizer import load_tokenizer
 
 log = structlog.get_logger(__name__)
-WARM_UP_TOKENS = 64
 MAX_PLACES_PER_SEQ = 4
 """Places in grammars kept between steps: of the seqs in the batch, and of some that were preempted."""
 ENGINE_COUNTERS = (
@@ -38,6 +42,10 @@ ENGINE_COUNTERS = (
     "step_s",
     "failed_steps",
     "tokens_recomputed",
+    "preemptions_parked",
+    "preemptions_recomputed",
+    "stalls",
+    "steps_ahead",
 )
 """Fields of `Engine.stats` that only grow."""
 
@@ -76,27 +84,31 @@ class EngineHost:
     settings: Settings
     model: ModelPlan
     num_blocks: int
+    num_bays: int  # blocks that can be parked in host memory
     max_model_len: int
 
     @classmethod
-    def open(cls, settings: Settings) -> "EngineHost":
+    def open(cls, settings: Settings, *, parks: bool = True) -> "EngineHost":
         """Pin the process, read the model's header, size the pool.
 
+        :param parks: whether seqs can be preempted here.
         :raises ConfigError: cores, memory or lengths that cannot be.
         :raises ModelError: the model is missing or unknown.
         """
+        if not parks:
+            settings = msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, park_bytes=0))
         pin(parse_cores(settings.worker.cores))
         configure_threads(settings.worker.num_threads)
         plan = open_model(settings.model, settings.engine)
-        num_blocks = plan.num_blocks(settings.engine, settings.engine.free_bytes or free_memory_bytes())
-        max_model_len = min(plan.max_model_len, num_blocks * settings.engine.block_size)
-        return cls(settings, plan, num_blocks, max_model_len)
+        pool = plan.pool(settings.engine, settings.engine.free_bytes or free_memory_bytes())
+        max_model_len = min(plan.max_model_len, pool.num_blocks * settings.engine.block_size)
+        return cls(settings, plan, pool.num_blocks, pool.num_bays, max_model_len)
 
     @property
     def block_bytes(self) -> int:
         return self.model.kv.block_bytes
 
-    async def start(self, buffer: memoryview, offload: Offload, clock: Clock) -> Engine:
+    async def start(self, buffer: memoryview, lane: Lane, clock: Clock) -> Engine:
         """Read the weights and warm up; seconds.
 
         :param buffer: the pool's memory, writable, `num_blocks * block_bytes` long.
@@ -104,22 +116,19 @@ class EngineHost:
         """
         started = clock.now()
         cfg = self.settings.engine
+        costs = CostModel()
         grammars = Grammars(self._vocabulary, ThreadOffload(1), MAX_PLACES_PER_SEQ * cfg.max_num_seqs)
-        runner = await offload.run(self._load, buffer, grammars)
+        runner = await lane.run(self._load, buffer, costs, clock, grammars)
         pool = BlockPool(self.num_blocks, cfg.block_size)
-        engine = Engine(Planner(pool, self._limits(cfg)), runner, offload, clock, grammars)
+        parking = Parking(self.num_bays, partial(worth_parking, costs, self.block_bytes))
+        engine = Engine(Planner(pool, self._limits(cfg), parking), runner, lane, clock, costs, grammars)
         log.info(
             "engine.ready",
             model=self.model.spec.name,
             dtype=self.model.dtype,
             kv_dtype=self.model.kv_dtype,
-            weights_mib=self.model.weight_bytes >> 20,
-            blocks=self.num_blocks,
-            kv_mib=self.num_blocks * self.block_bytes >> 20,
+            **self.facts(),
             kv_bytes_per_token=self.model.kv.token_bytes,
-            context_tokens=self.num_blocks * cfg.block_size,
-            seqs_at_2k=self.num_blocks * cfg.block_size // 2048,
-            max_model_len=self.max_model_len,
             seconds=round(clock.now() - started, 2),
         )
         return engine
@@ -130,12 +139,27 @@ class EngineHost:
             max_num_batched_tokens=cfg.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             prefix_caching=cfg.prefix_caching,
+            look_ahead=cfg.look_ahead,
         )
+
+    def facts(self) -> dict[str, object]:
+        """What the worker has room for: for its log, its probe and `baton up`."""
+        num_tokens = self.num_blocks * self.settings.engine.block_size
+        return {
+            "weights_mib": self.model.weight_bytes >> 20,
+            "weights_shared": self.model.shares_weights,
+            "blocks": self.num_blocks,
+            "kv_mib": self.num_blocks * self.block_bytes >> 20,
+            "park_mib": self.num_bays * self.block_bytes >> 20,
+            "context_tokens": num_tokens,
+            "seqs_at_2k": num_tokens // 2048,
+            "max_model_len": self.max_model_len,
+        }
 
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary(load_tokenizer(resolve(self.settings.model.path)), self.model.spec.vocab_size)
 
-    def _load(self, buffer: memoryview, grammars: Grammars) -> ModelRunner:
+    def _load(self, buffer: memoryview, costs: CostModel, clock: Clock, grammars: Grammars) -> ModelRunner:
         cfg = self.settings
         runner = ModelRunner(
             self.model.load(),
@@ -144,9 +168,10 @@ class EngineHost:
             block_size=cfg.engine.block_size,
             kv_dtype=self.model.kv_dtype,
             num_threads=cfg.worker.num_threads,
+            num_bays=self.num_bays,
             grammars=grammars,
         )
-        runner.warm_up(min(WARM_UP_TOKENS, cfg.engine.max_num_batched_tokens, self.max_model_len - 1))
+        calibrate(runner, costs, clock, min(cfg.engine.max_num_batched_tokens, self.max_model_len - 1))
         return runner
 
     def registration(
@@ -176,7 +201,7 @@ def stalled(engine: Engine, clock: Clock, limit_s: float) -> Callable[[], tuple[
     last = {"steps": -1, "since": clock.now()}
 
     def probe() -> tuple[bool, dict[str, object]]:
-        steps = engine.stats().steps
+        steps = engine.num_steps
         if steps != last["steps"] or not engine.is_stepping:
             last.update(steps=steps, since=clock.now())
         stuck_s = clock.now() - last["since"]

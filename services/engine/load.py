@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 from kernels.decoder import is_available
 from services.engine.checkpoint import Checkpoint, open_checkpoint
-from services.engine.memory import plan_num_blocks
+from services.engine.memory import Budget, Pool, plan_pool
 from services.engine.model import Model, PlainModel
 from services.engine.model_spec import KVDtype, KVSpec, ModelSpec, WeightDtype, kv_spec, pool_fingerprint
+from services.engine.pack_file import is_kept
 from services.engine.packed_model import load_packed_model
 from services.engine.packing_plan import plan_pack
 from services.engine.weights import load_weights
@@ -34,23 +35,36 @@ class ModelPlan:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the weights in memory. Workers of one host may share them, which is not counted on."""
+        """Of the weights in memory."""
         return plan_pack(self.checkpoint, self.dtype).num_bytes if is_available() else self.spec.weight_bytes
 
-    def num_blocks(self, engine: EngineConfig, free_bytes: int) -> int:
-        """Blocks of this worker's pool: as configured, or what its part of the memory holds.
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the workers of a host map one file with the weights."""
+        return is_available() and is_kept(self.dtype, self.weight_bytes)
+
+    def pool(self, engine: EngineConfig, free_bytes: int) -> Pool:
+        """This worker's pool: as configured, or what its part of the memory holds.
 
         :raises ConfigError: not even one seq fits.
         """
+        block_bytes = self.kv.block_bytes
         if engine.num_blocks:
-            return engine.num_blocks
-        return plan_num_blocks(
+            return Pool(engine.num_blocks, engine.park_bytes // block_bytes)
+        weights = self.weight_bytes
+        workspace = self.spec.workspace_bytes(engine.max_num_batched_tokens, engine.max_num_seqs)
+        budget = Budget(
             free_bytes=free_bytes,
             fraction=engine.memory_fraction,
+            limit=engine.memory_limit,
             share=engine.memory_share,
-            weight_bytes=self.weight_bytes,
-            workspace_bytes=self.spec.workspace_bytes(engine.max_num_batched_tokens, engine.max_num_seqs),
-            block_bytes=self.kv.block_bytes,
+        )
+        return plan_pool(
+            budget,
+            shared_bytes=weights if self.shares_weights else 0,
+            own_bytes=workspace if self.shares_weights else weights + workspace,
+            park_bytes=engine.park_bytes,
+            block_bytes=block_bytes,
             block_size=engine.block_size,
             max_model_len=self.max_model_len,
         )

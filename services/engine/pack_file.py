@@ -30,6 +30,11 @@ MIN_FILE_BYTES = 16 << 20
 """Smaller models are packed in memory: that takes no longer than opening a file."""
 
 
+def is_kept(dtype: WeightDtype, num_bytes: int) -> bool:
+    """Whether such weights are packed into a file, which the workers of a host share."""
+    return dtype != "float32" and num_bytes >= MIN_FILE_BYTES
+
+
 def load_packed(checkpoint: Checkpoint, dtype: WeightDtype, cache_dir: str = "") -> Buffer:
     """The packed weights, read-only, from the cache file if there is one, else packed now and kept there.
 
@@ -39,7 +44,7 @@ def load_packed(checkpoint: Checkpoint, dtype: WeightDtype, cache_dir: str = "")
     :raises ModelError: the checkpoint is damaged or of unknown types.
     """
     plan = plan_pack(checkpoint, dtype)
-    if dtype == "float32" or plan.num_bytes < MIN_FILE_BYTES:
+    if not is_kept(dtype, plan.num_bytes):
         return _in_memory(checkpoint, plan)
     path = pack_path(checkpoint, dtype, cache_dir)
     mapped = _open(path, plan)

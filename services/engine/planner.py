@@ -1,26 +1,33 @@
 """Which rows run next. The life of a seq here stands in `seq.py`, that of a block in `block_pool.py`.
 
 `plan()` gives out blocks and rows, `commit()` moves the seqs on by what the runner answered; between the two, blocks
-that the plan names stay where they are. Decode rows go first, then chunks of prompts, then new seqs from the waiting
-line, all in order of rank: priority, then arrival, where a level of priority is worth a number of arrivals (`seq.py`).
+that the plan names stay where they are. One more plan may be made while one is in flight, so that the next step begins
+as soon as this one ends: its decode rows have tokens that are `PENDING`, and it takes nothing from anybody.
+
+Decode rows go first, then chunks of prompts, then new seqs from the waiting line, all in order of rank: priority, then
+arrival, where a level of priority is worth a number of arrivals (`seq.py`).
 
 Every seq ends as long as one fits the pool alone: a running seq that needs a block takes it from the last in rank, so
 the eldest always goes on; nothing takes blocks from the eldest, and no reservation passes the head of the waiting
 line unless the head would still fit (`rationing.py`).
 """
 
-from collections import Counter
-from dataclasses import dataclass, field
+from collections import Counter, deque
 
 from services.engine.block_pool import BlockPool
 from services.engine.forking import Forking
+from services.engine.parking import Parking
 from services.engine.progress import Progress
 from services.engine.rationing import Rationing
 from services.engine.roster import Roster
+from services.engine.seating import PlannerLimits, Seating
 from services.engine.seq import Seq, SeqState, ends_with
 from services.engine.seq_blocks import SeqBlocks
 from services.engine.types import (
+    PENDING,
+    BayId,
     EngineStats,
+    Move,
     PlanItem,
     Reservation,
     SampleSpec,
@@ -33,45 +40,11 @@ from services.engine.types import (
 from shared.ids import BlockHash, BlockId
 from shared.messages import FirstToken, Removed, Stored
 
-MAX_TOLD_ROWS = 128
-"""Rows of one seq and step if logprobs of its prompt are wanted, as all their logits are kept: 25 MB at 49k tokens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannerLimits:
-    """`max_model_len` is in tokens, prompt and output; it must fit the pool."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    prefix_caching: bool = True
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan in the making."""
-
-    seats: int
-    tokens_left: int
-    rows: dict[Seq, int] = field(default_factory=dict)
-    copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
-
-    def give(self, seq: Seq) -> None:
-        """As many rows as the seq wants and the budget has."""
-        num_rows = min(seq.num_remaining, self.tokens_left)
-        if seq.prompt_logprobs is not None:
-            num_rows = min(num_rows, MAX_TOLD_ROWS)
-        self.rows[seq] = num_rows
-        self.tokens_left -= num_rows
-
-    def take_back(self, seq: Seq) -> None:
-        self.tokens_left += self.rows.pop(seq, 0)
-
 
 class Planner:
-    """Pure: no clock, no await, no tensor. One plan is in flight at most."""
+    """Pure: no clock, no await, no tensor. Two plans are in flight at most."""
 
-    def __init__(self, pool: BlockPool, limits: PlannerLimits) -> None:
+    def __init__(self, pool: BlockPool, limits: PlannerLimits, parking: Parking | None = None) -> None:
         assert limits.max_num_seqs > 0
         assert limits.max_num_batched_tokens > 0
         assert 0 < limits.max_model_len <= pool.total * pool.block_size, "one seq must fit the pool alone"
@@ -79,14 +52,19 @@ class Planner:
         self._limits = limits
         self._roster = Roster()
         self._blocks = SeqBlocks(pool, prefix_caching=limits.prefix_caching)
+        self._parking = parking or Parking(0)
         self._forking = Forking(pool, self._roster, limits.max_model_len)
-        self._progress = Progress(pool, self._blocks, self._roster, self._forking, limits.max_model_len)
+        self._progress = Progress(
+            *(pool, self._blocks, self._parking, self._roster, self._forking, limits.max_model_len),
+        )
         self._rationing = Rationing(pool, self._blocks, self._roster, limits.max_model_len)
-        self._in_flight: StepPlan | None = None
-        self._in_flight_ids: frozenset[SeqId] = frozenset()
+        self._seating = Seating(
+            *(limits, self._roster, self._blocks, self._rationing, self._parking, self._forking, self._progress),
+        )
+        self._flights: deque[StepPlan] = deque()
+        self._wants_quiet = False  # nothing is planned ahead until nothing is in flight
         self._step = 0
-        self._num_preempted = 0  # since the last step output
-        self._preemptions = 0
+        self._preemptions_told = 0  # in step outputs
 
     @property
     def block_size(self) -> int:
@@ -97,6 +75,11 @@ class Planner:
         """Whether a seq waits or runs (`plan` may still find nothing that fits)."""
         return bool(self._roster.waiting or self._roster.running)
 
+    @property
+    def wants_quiet(self) -> bool:
+        """Somebody waits until nothing is in flight: first ask again for what could not be reserved, then plan."""
+        return self._wants_quiet
+
     # --- seqs come and go: legal at any time, also while a plan is in flight ------------------------
 
     def add(self, spec: SeqSpec) -> None:
@@ -106,7 +89,8 @@ class Planner:
 
     def reserve(self, spec: SeqSpec) -> Reservation | None:
         """Blocks for a prompt whose KV another worker sends, hits pinned; None, and no change, if they cannot be had
-        now. While a step is in flight its seqs keep their blocks: ask again after the step.
+        now. While steps are in flight their seqs keep their blocks: ask again after each step; after the next one
+        nothing is in flight.
 
         A spec within its credit takes back what running seqs have beyond theirs; any spec takes from running seqs
         of lower priority. The reserved blocks stay untouched until `land` or `drop`.
@@ -114,11 +98,12 @@ class Planner:
         assert not spec.prefill_only
         seq = self._make(spec)
         quote = self._blocks.quote(seq, len(seq.tokens))
-        victims = self._rationing.to_reserve(seq, quote, self._in_flight_ids)
+        victims = self._rationing.to_reserve(seq, quote)
         if victims is None:
+            self._wants_quiet = bool(self._flights)
             return None
         for victim in victims:
-            self._preempt(victim)
+            self._seating.preempt(victim)
         landing = self._blocks.acquire(seq, quote)
         seq.credit = max(0, seq.credit - seq.num_shared)
         self._pool.begin_landing(landing)
@@ -137,8 +122,8 @@ class Planner:
         assert seq.state is SeqState.LANDING, f"seq {seq_id} is {seq.state.value}"
         assert first.index == seq.num_output, f"seq {seq_id}: first token {first.index}, expected {seq.num_output}"
         self._pool.end_landing(seq.table[seq.num_hit_blocks :])
-        seq.num_computed = seq.high_water = len(seq.tokens)
-        self._blocks.fill(seq, seq.num_hit_blocks, seq.num_computed // self._pool.block_size)
+        seq.num_computed = seq.num_planned = seq.high_water = len(seq.tokens)
+        self._blocks.fill(seq)
         seq.num_cached_tokens = first.num_cached_tokens
         self._roster.move(seq, SeqState.RUNNING)
         if seq.spec.siblings:
@@ -147,7 +132,7 @@ class Planner:
         seq.tokens.append(first.token_id)
         if self._reason(seq) is not None:
             assert seq.spec.siblings, f"seq {seq_id} ended with its first token"
-            self._retire(seq)
+            self._progress.retire(seq)
         return True
 
     def drop(self, seq_id: SeqId) -> None:
@@ -157,13 +142,13 @@ class Planner:
             return
         landing = seq.table[seq.num_hit_blocks :]
         if seq.state is SeqState.ABORTED:
-            if seq_id not in self._in_flight_ids:  # else it is a running seq that was aborted: commit's business
+            if not seq.num_flights:  # else it is a running seq that was aborted: commit's business
                 self._pool.end_quarantine(landing)
                 self._roster.forget(seq)
             return
         assert seq.state is SeqState.LANDING, f"seq {seq_id} is {seq.state.value}"
         self._pool.end_landing(landing)
-        self._retire(seq)
+        self._progress.retire(seq)
 
     def abort(self, seq_id: SeqId) -> None:
         """End a seq in whatever state; nothing is reported of it from now on. Idempotent. Blocks go back at once, or
@@ -174,10 +159,8 @@ class Planner:
         if seq.state is SeqState.LANDING:
             self._blocks.quarantine(seq)
             self._roster.move(seq, SeqState.ABORTED)
-        elif seq_id in self._in_flight_ids:
-            self._roster.move(seq, SeqState.ABORTED)
         else:
-            self._retire(seq)
+            self._progress.end(seq)
 
     def release(self, seq_id: SeqId) -> None:
         """The reader of a handed-off seq is done: full blocks become cached, the partial one free. Idempotent."""
@@ -185,45 +168,58 @@ class Planner:
         if seq is None:
             return
         assert seq.state is SeqState.HANDING_OFF, f"seq {seq_id} is {seq.state.value}"
-        self._retire(seq)
+        self._progress.retire(seq)
 
     # --- a step -------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if nothing can run. Must be followed by `commit` or `fail`."""
-        assert self._in_flight is None, "the last plan is still in flight"
-        limits = self._limits
-        draft = _Draft(min(limits.max_num_seqs, limits.max_num_batched_tokens), limits.max_num_batched_tokens)
-        self._plan_running(draft)
-        self._admit(draft)
-        if not draft.rows:
+        """The next step, or None if nothing can run. Each plan is followed by its `commit`, `fail` or `skip`, in
+        order.
+
+        Ahead, while another plan is in flight, None means only: not now, ask when nothing is.
+        """
+        ahead = bool(self._flights)
+        if ahead and not self._may_look_ahead():
             return None
+        draft = self._seating.draft(ahead)
+        if draft.is_short or not draft.rows:
+            return None
+        self._wants_quiet = False
         self._step += 1
+        digests = self._progress.blocks_to_digest(draft.rows)
         items = tuple(self._item(seq, num_rows) for seq, num_rows in draft.rows.items())
-        digest_blocks = self._progress.blocks_to_digest(draft.rows)
-        plan = StepPlan(self._step, items, copies=tuple(draft.copies), digest_blocks=digest_blocks)
-        self._in_flight = plan
-        self._in_flight_ids = frozenset(item.seq_id for item in items)
+        after = self._flights[-1].step if ahead else 0
+        plan = StepPlan(
+            *(self._step, items, self._parking.take_moves(), tuple(draft.restores), tuple(draft.copies)),
+            digest_blocks=digests,
+            after=after,
+        )
+        self._flights.append(plan)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        """Move the seqs of the plan on. `result` must be aligned with the plan (`check_result`)."""
+        """Move the seqs of the eldest plan in flight on. `result` must be aligned with it (`check_result`)."""
         self._land_plan(plan)
         return self._progress.apply(plan, result, self._take_num_preempted())
 
     def fail(self, plan: StepPlan, reason: str) -> StepOutput:
-        """The runner could not run the plan: its seqs are gone, and what they wrote is forgotten."""
+        """The runner could not run the eldest plan in flight: its seqs are gone, and what they wrote is forgotten."""
         self._land_plan(plan)
-        failed: list[tuple[SeqId, str]] = []
-        for item in plan.items:
-            seq = self._roster.get(item.seq_id)
-            assert seq is not None
-            if seq.state is not SeqState.ABORTED:
-                failed.append((item.seq_id, reason))
-            self._retire(seq)
-        return StepOutput(
-            failed=tuple(failed), kv_events=self._pool.drain_events(), num_preempted=self._take_num_preempted()
-        )
+        failed = self._progress.fail(plan, reason)
+        self._wants_quiet = bool(self._flights)  # the next one may be skipped: nothing can be built on it
+        return StepOutput(failed=failed, kv_events=self._pool.drain_events(), num_preempted=self._take_num_preempted())
+
+    def skip(self, plan: StepPlan) -> StepOutput:
+        """The runner has not begun the eldest plan in flight, as it waits for tokens of a step that failed: its other
+        seqs will be planned again."""
+        self._land_plan(plan)
+        assert not self._flights, "a plan was built on one that is skipped"
+        self._progress.skip(plan)
+        return StepOutput(kv_events=self._pool.drain_events(), num_preempted=self._take_num_preempted())
+
+    def take_moves(self) -> tuple[Move, ...]:
+        """Copies to host memory that no plan carries yet: to be made before a transfer writes into reserved blocks."""
+        return self._parking.take_moves()
 
     def drain_events(self) -> tuple[Stored | Removed, ...]:
         """Cache changes that no step has reported yet."""
@@ -246,36 +242,54 @@ class Planner:
             blocks_total=pool.total,
             blocks_free=pool.takeable,
             blocks_cached=pool.num_cached,
-            preemptions=self._preemptions,
+            preemptions=self._seating.preemptions,
             prompt_tokens_computed=counts.prompt_tokens_computed,
             prompt_tokens_cached=counts.prompt_tokens_cached,
             output_tokens=counts.output_tokens,
             steps=self._step,
             queued_tokens=queued,
-            extra={"tokens_recomputed": float(counts.tokens_recomputed), "blocks_promised": float(pool.promised)},
+            extra={
+                "tokens_recomputed": float(counts.tokens_recomputed),
+                "blocks_promised": float(pool.promised),
+                "preemptions_parked": float(self._parking.num_parked),
+                "preemptions_recomputed": float(self._parking.num_refused),
+                "blocks_parked": float(self._parking.num_used),
+                "stalls": float(self._seating.stalls),
+            },
         )
 
     def check(self) -> None:
         """Assert that the lines, the tables and the pool tell the same story. Costs time: for tests and idling."""
-        self._pool.check()
+        pool, size = self._pool, self._pool.block_size
+        census = pool.check()
         self._roster.check()
-        holders: Counter[BlockId] = Counter()
+        flights = Counter(item.seq_id for plan in self._flights for item in plan.items)
+        holders = [0] * pool.total
         pinned: set[BlockId] = set()
-        num_landing = num_quarantined = 0
+        bays: list[BayId] = []
+        num_landing = num_quarantined = promised = 0
         for seq in self._roster:
-            quarantined = seq.state is SeqState.ABORTED and seq.spec.seq_id not in self._in_flight_ids
-            num_quarantined += seq.table_len if quarantined else 0
-            num_landing += seq.table_len - seq.num_hit_blocks if seq.state is SeqState.LANDING else 0
-            holders.update(() if quarantined else seq.table)
-            pinned.update(seq.table[: seq.num_announced])
-            assert seq.num_computed <= seq.table_len * self._pool.block_size
-        holders.update(self._forking.copied)
-        census = self._pool.census()
-        assert all(self._pool.refs(BlockId(b)) == holders[BlockId(b)] for b in range(self._pool.total))
-        assert self._pool.promised == sum(seq.promised for seq in self._roster)
+            table, promised = seq.table, promised + seq.promised
+            assert seq.num_flights == flights[seq.spec.seq_id]
+            assert seq.num_computed <= seq.num_planned <= len(table) * size
+            bays += seq.parked
+            if seq.state is SeqState.ABORTED and not seq.num_flights:
+                num_quarantined += len(table)
+                continue
+            if seq.state is SeqState.LANDING:
+                num_landing += len(table) - seq.num_hit_blocks
+            for block in table:
+                holders[block] += 1
+            if seq.num_announced:
+                pinned.update(table[: seq.num_announced])
+        for block in self._forking.copied:
+            holders[block] += 1
+        assert holders == pool.all_refs()
+        assert pool.promised == promised
         assert census["landing"] == num_landing
         assert census["quarantined"] == num_quarantined
         assert census["pinned"] == len(pinned)
+        self._parking.check(bays)
 
     # --- inside -------------------------------------------------------------------------------------
 
@@ -292,101 +306,35 @@ class Planner:
         last = seq.tokens[-1] if seq.num_output else None
         return ends_with(seq.spec.sampling, last, seq.num_output, len(seq.tokens), self._limits.max_model_len)
 
-    def _plan_running(self, draft: _Draft) -> None:
-        """Rows for seqs that have blocks already: one-row (decode) seqs first, then chunks. Only the first `seats`
-        in rank get any, so that a long prompt among many short answers still gets its turn."""
-        seated = self._roster.running[: draft.seats]
-        for seq in seated:
-            if not draft.tokens_left:
-                return
-            if seq.state is SeqState.RUNNING and seq.num_remaining == 1 and self._has_slot(seq):
-                if seq.shares_tail and not self._owns_tail(seq, draft):
-                    continue
-                draft.give(seq)
-        for seq in seated:
-            if not draft.tokens_left:
-                return
-            if seq.state is SeqState.RUNNING and seq.num_remaining > 1:
-                draft.give(seq)
-
-    def _has_slot(self, seq: Seq) -> bool:
-        """Whether the seq's table covers all its tokens, if need be at the cost of seqs behind it in rank. (Those have
-        no rows yet in this step, so no planned row is lost.)"""
-        while seq.table_len < seq.num_blocks:
-            if self._blocks.grow(seq):
-                continue
-            victim = self._rationing.victim(seq)
-            if victim is None:
-                return False
-            self._preempt(victim)
-        return True
-
-    def _owns_tail(self, seq: Seq, draft: _Draft) -> bool:
-        """Whether nobody else will see what the seq writes into its last block, if need be at the cost of seqs behind
-        it in rank, as in `_has_slot`."""
-        while True:
-            copy = self._forking.own_tail(seq)
-            if not seq.shares_tail:
-                draft.copies += [copy] if copy else []
-                return True
-            victim = self._rationing.victim(seq)
-            if victim is None:
-                return False
-            self._preempt(victim)
-
-    def _admit(self, draft: _Draft) -> None:
-        """Start waiting seqs in order until one does not fit."""
-        roster = self._roster
-        while roster.waiting and len(roster.running) < draft.seats and draft.tokens_left:
-            seq = roster.waiting[0]
-            quote = self._blocks.quote(seq, seq.max_hit_tokens)
-            victims = self._rationing.to_start(quote)
-            if victims is None:
-                return
-            for victim in victims:
-                draft.take_back(victim)
-                self._preempt(victim)
-            self._blocks.acquire(seq, quote)
-            self._progress.start_from_hits(seq)
-            roster.move(seq, SeqState.RUNNING)
-            draft.give(seq)
-
-    def _preempt(self, seq: Seq) -> None:
-        assert seq.spec.seq_id not in self._in_flight_ids
-        self._blocks.surrender(seq)
-        self._roster.move(seq, SeqState.PREEMPTED)
-        self._num_preempted += 1
-        self._preemptions += 1
-
-    def _retire(self, seq: Seq) -> None:
-        self._blocks.surrender(seq)
-        self._roster.forget(seq)
+    def _may_look_ahead(self) -> bool:
+        """Whether the next step can be planned before this one's tokens are known."""
+        if not self._limits.look_ahead or self._wants_quiet or len(self._flights) > 1:
+            return False
+        return all(seq.is_plain or not seq.num_pending for seq in self._roster.running)
 
     def _item(self, seq: Seq, num_rows: int) -> PlanItem:
-        start, sample = seq.num_computed, None
+        """The seq's rows as the runner wants them. Mutates what the seq has in flight."""
+        start, sample, spec = seq.num_planned, None, seq.spec
+        tokens = tuple(seq.tokens[start : start + num_rows]) or (PENDING,)
         if num_rows == seq.num_remaining:
-            spec = seq.spec
+            position = len(seq.tokens) + seq.num_pending
             sample = SampleSpec(
-                spec.sampling,
-                spec.choice,
-                len(seq.tokens),
-                seq.tokens,
-                spec.num_prompt_tokens,
-                seq.num_first_tokens,
+                *(spec.sampling, spec.choice, position, seq.tokens, spec.num_prompt_tokens, seq.num_first_tokens)
             )
-        rows = tuple(seq.tokens[start : start + num_rows])
+            seq.num_pending += 1
+        seq.num_planned += num_rows
+        seq.num_flights += 1
         if seq.prompt_logprobs is None:
-            return PlanItem(seq.spec.seq_id, rows, start, seq.table, sample)
+            return PlanItem(spec.seq_id, tokens, start, seq.table, sample)
         targets = tuple(seq.tokens[start + 1 : start + 1 + num_rows])
-        num_top = seq.spec.sampling.prompt_logprobs or 0
-        return PlanItem(seq.spec.seq_id, rows, start, seq.table, sample, targets, num_top)
+        return PlanItem(spec.seq_id, tokens, start, seq.table, sample, targets, spec.sampling.prompt_logprobs or 0)
 
     def _land_plan(self, plan: StepPlan) -> None:
-        assert plan is self._in_flight, "not the plan in flight"
-        self._in_flight, self._in_flight_ids = None, frozenset()
-        if self._forking.copied:
+        assert self._flights, "no plan in flight"
+        assert plan is self._flights.popleft(), "not the eldest plan in flight"
+        if plan.copies:
             self._forking.release_copied()
 
     def _take_num_preempted(self) -> int:
-        taken, self._num_preempted = self._num_preempted, 0
-        return taken
+        told, self._preemptions_told = self._preemptions_told, self._seating.preemptions
+        return self._preemptions_told - told

@@ -7,6 +7,7 @@ from typing import Literal
 
 from services.engine.block_pool import BlockPool
 from services.engine.forking import Forking
+from services.engine.parking import Parking
 from services.engine.roster import Roster
 from services.engine.seq import Seq, SeqState, ends_with
 from services.engine.seq_blocks import SeqBlocks
@@ -51,18 +52,25 @@ class Progress:
     """Mutates seqs, roster and pool, by results alone."""
 
     def __init__(
-        self, pool: BlockPool, blocks: SeqBlocks, roster: Roster, forking: Forking, max_model_len: int
+        self,
+        pool: BlockPool,
+        blocks: SeqBlocks,
+        parking: Parking,
+        roster: Roster,
+        forking: Forking,
+        max_model_len: int,
     ) -> None:
         self._pool = pool
         self._blocks = blocks
+        self._parking = parking
         self._roster = roster
         self._forking = forking
         self._max_model_len = max_model_len
         self.counts = Counts()
 
-    def start_from_hits(self, seq: Seq) -> None:
-        """The seq just got its blocks: its hits are computed already. Counted once per seq."""
-        seq.num_computed = seq.num_hit_blocks * self._pool.block_size
+    def start(self, seq: Seq) -> None:
+        """The seq just got its blocks: its hits are computed already, and so is what was parked."""
+        seq.num_computed = seq.num_planned = max(seq.num_hit_blocks * self._pool.block_size, seq.num_parked)
         seq.high_water = max(seq.high_water, seq.num_computed)
         if not seq.admitted:
             seq.admitted = True
@@ -70,14 +78,16 @@ class Progress:
             self.counts.prompt_tokens_cached += seq.num_cached_tokens
 
     def blocks_to_digest(self, rows: dict[Seq, int]) -> tuple[BlockId, ...]:
-        """Blocks that `rows` let a prefill-only seq announce and whose digests are not known yet."""
+        """Blocks that `rows` let a prefill-only seq announce and whose digests are neither known nor in flight."""
         wanted: dict[BlockId, None] = {}
         for seq, num_rows in rows.items():
             if not seq.spec.prefill_only:
                 continue
-            for block in seq.table[seq.num_announced : self._num_announceable(seq, seq.num_computed + num_rows)]:
+            end = self._num_announceable(seq, seq.num_planned + num_rows)
+            for block in seq.table[seq.num_digested : end]:
                 if self._pool.digest(block) is None:
                     wanted[block] = None
+            seq.num_digested = end
         return tuple(wanted)
 
     def apply(self, plan: StepPlan, result: StepResult, num_preempted: int) -> StepOutput:
@@ -90,10 +100,11 @@ class Progress:
         for i, (item, sampled, told) in enumerate(zip(plan.items, result.sampled, logprobs, strict=False)):
             seq = self._roster.get(item.seq_id)
             assert seq is not None
-            if seq.state is SeqState.ABORTED or i in failed:
-                if seq.state is not SeqState.ABORTED:
-                    report.failed.append((item.seq_id, failed[i]))
-                self._retire(seq)
+            if self._is_over(seq, item):
+                continue
+            if i in failed:
+                report.failed.append((item.seq_id, failed[i]))
+                self.end(seq)
                 continue
             self._advance(seq, item, report)
             if item.targets:
@@ -114,6 +125,42 @@ class Progress:
             num_preempted=num_preempted,
         )
 
+    def fail(self, plan: StepPlan, reason: str) -> tuple[tuple[SeqId, str], ...]:
+        """The seqs of a plan that was not run are over; those that the caller does not know to be."""
+        failed: list[tuple[SeqId, str]] = []
+        for item in plan.items:
+            seq = self._roster.get(item.seq_id)
+            assert seq is not None
+            if not self._is_over(seq, item):
+                failed.append((item.seq_id, reason))
+                self.end(seq)
+        return tuple(failed)
+
+    def skip(self, plan: StepPlan) -> None:
+        """As if the plan had never been made. No later one is in flight."""
+        for item in plan.items:
+            seq = self._roster.get(item.seq_id)
+            assert seq is not None
+            if not self._is_over(seq, item):
+                seq.num_planned = item.start
+                seq.num_digested = seq.num_announced
+
+    def end(self, seq: Seq) -> None:
+        """The seq is over: its blocks go back, at once or when no step in flight names them."""
+        if seq.num_flights:
+            self._roster.move(seq, SeqState.ABORTED)
+        else:
+            self.retire(seq)
+
+    def _is_over(self, seq: Seq, item: PlanItem) -> bool:
+        """Take the item out of flight; whether its seq had ended before."""
+        seq.num_flights -= 1
+        seq.num_pending -= item.sample is not None
+        if seq.state is not SeqState.ABORTED:
+            return False
+        self.end(seq)
+        return True
+
     def _advance(self, seq: Seq, item: PlanItem, report: _Report) -> None:
         """The KV of the item's rows is in the pool now."""
         before, now = item.start, item.start + len(item.token_ids)
@@ -127,8 +174,9 @@ class Progress:
         self.counts.prompt_tokens_computed += max(0, min(now, prompt_end) - fresh)
         seq.high_water = max(seq.high_water, now)
         seq.num_computed = now
-        size = self._pool.block_size
-        self._blocks.fill(seq, before // size, now // size)
+        self._blocks.fill(seq)
+        if seq.parked:  # restored by the step
+            self._parking.leave(seq)
 
     def _part(self, seq: Seq, sampled: Sequence[int], told: Sequence[TokenLogprobs], report: _Report) -> None:
         """The first tokens of all choices of a prompt: from here on there is a seq for each, or all are handed off."""
@@ -155,7 +203,7 @@ class Progress:
             self._forking.fork(seq, sampled[1:])
         seq.tokens.append(sampled[0])
         if ends[0]:
-            self._retire(seq)
+            self.end(seq)
 
     def _hand_off(self, seq: Seq, first: FirstToken, report: _Report) -> None:
         self._announce(seq, first, report)
@@ -172,6 +220,7 @@ class Progress:
             finish = ends_with(seq.spec.sampling, token, seq.num_output, len(seq.tokens), self._max_model_len)
             if finish or seq.spec.prefill_only:
                 break
+        assert len(kept) == 1 or not seq.num_flights, "a plan ahead reckoned with one token"
         self.counts.output_tokens += len(kept)
         logprobs, prompt_logprobs = tuple(told[: len(kept)]), ()
         if seq.prompt_logprobs is not None:
@@ -179,7 +228,7 @@ class Progress:
         cached = seq.num_cached_tokens
         report.outputs.append(SeqOutput(seq.spec.seq_id, index, tuple(kept), finish, cached, logprobs, prompt_logprobs))
         if finish:
-            self._retire(seq)
+            self.end(seq)
         elif seq.spec.prefill_only:
             first = FirstToken(index=index, token_id=kept[0], num_cached_tokens=cached, logprobs=logprobs)
             self._hand_off(seq, first, report)
@@ -206,6 +255,8 @@ class Progress:
         assert digest is not None, f"block {block} is announced without a digest"
         return digest
 
-    def _retire(self, seq: Seq) -> None:
+    def retire(self, seq: Seq) -> None:
+        """Nothing names its blocks any more: all that it has goes back, and it is forgotten."""
         self._blocks.surrender(seq)
+        self._parking.leave(seq)
         self._roster.forget(seq)

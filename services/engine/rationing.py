@@ -9,13 +9,10 @@ Blocks that a transfer is filling cannot be taken back. So a reservation leaves 
 transfers last (`headroom`).
 """
 
-from collections.abc import Container
-
 from services.engine.block_pool import BlockPool
 from services.engine.roster import Roster
 from services.engine.seq import Seq, SeqState
 from services.engine.seq_blocks import Quote, SeqBlocks
-from services.engine.types import SeqId
 
 HEADROOM_BLOCKS = 8
 """Blocks that reservations leave to the eldest, at most; an eighth of a small pool."""
@@ -45,14 +42,14 @@ class Rationing:
         spare = sum(1 for seq in self._roster.running if not seq.promised and not seq.spec.prefill_only)
         return [] if quote.cost + spare <= self._pool.takeable else None
 
-    def to_reserve(self, seq: Seq, quote: Quote, flying: Container[SeqId]) -> list[Seq] | None:
-        """Seqs to preempt so that a reservation can be made; None: not now. Never one of `flying`."""
+    def to_reserve(self, seq: Seq, quote: Quote) -> list[Seq] | None:
+        """Seqs to preempt so that a reservation can be made; None: not now. Never one in flight."""
         head = self._roster.waiting[0] if self._roster.waiting else None
         if head is not None and head.rank < seq.rank:
             wanted = quote.cost + max(head.num_blocks, self.headroom())
             return [] if wanted <= self._pool.takeable else None
-        over = list(self._roster.over_credit(spare=flying)) if quote.within_credit else []
-        lower = [victim for victim in self._roster.behind(seq.rank, spare=flying) if victim not in over]
+        over = list(self._roster.over_credit()) if quote.within_credit else []
+        lower = [victim for victim in self._roster.behind(seq.rank) if victim not in over]
         return self._blocks.enough(quote, quote.cost + self.headroom(), [*over, *lower])
 
     def headroom(self) -> int:

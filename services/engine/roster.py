@@ -1,7 +1,7 @@
 """Who is here, in which line, and whose turn comes first."""
 
 from bisect import bisect_left, insort
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 
 from services.engine.seq import Seq, SeqState
 from services.engine.types import SeqId
@@ -59,28 +59,32 @@ class Roster:
         """The first by rank of all that wait or run: nothing takes its blocks, so that it can finish."""
         return min((*self._running[:1], *self._waiting), key=lambda seq: seq.rank, default=None)
 
-    def behind(self, rank: tuple[int, int], *, spare: Container[SeqId] = ()) -> Iterator[Seq]:
-        """Running seqs after this rank that may be preempted, the last first. Not those of `spare`."""
+    def behind(self, rank: tuple[int, int]) -> Iterator[Seq]:
+        """Running seqs after this rank that may be preempted, the last first. Not those in flight."""
         for seq in reversed(self._running):
             if seq.rank <= rank:
                 return
-            if not seq.spec.prefill_only and seq.spec.seq_id not in spare:
+            if not seq.spec.prefill_only and not seq.num_flights:
                 yield seq
 
-    def over_credit(self, *, spare: Container[SeqId] = ()) -> Iterator[Seq]:
+    def over_credit(self) -> Iterator[Seq]:
         """Running seqs that have more than their credit and may be preempted for one that has not, the last first.
-        Never the eldest, nor those of `spare`."""
+        Never the eldest."""
         eldest = self.eldest()
-        last_first = eldest and self.behind(eldest.rank, spare=spare)
+        last_first = eldest and self.behind(eldest.rank)
         return (seq for seq in last_first or () if seq.is_over_credit())
 
     def check(self) -> None:
         """Assert that the lines are in order and agree with the states."""
-        assert self._running == sorted(self._running, key=lambda seq: seq.rank)
-        assert self._waiting == sorted(self._waiting, key=lambda seq: seq.waiting_rank)
-        waits = {seq for seq in self._seqs.values() if seq.state in (SeqState.WAITING, SeqState.PREEMPTED)}
-        assert waits == set(self._waiting)
-        assert {seq for seq in self._seqs.values() if seq.state is SeqState.RUNNING} == set(self._running)
+        ranks, waiting_ranks = [seq.rank for seq in self._running], [seq.waiting_rank for seq in self._waiting]
+        assert ranks == sorted(ranks)
+        assert waiting_ranks == sorted(waiting_ranks)
+        states = [seq.state for seq in self._seqs.values()]
+        assert states.count(SeqState.RUNNING) == len(self._running)
+        assert states.count(SeqState.WAITING) + states.count(SeqState.PREEMPTED) == len(self._waiting)
+        assert all(seq.state is SeqState.RUNNING for seq in self._running)
+        assert all(seq.state in (SeqState.WAITING, SeqState.PREEMPTED) for seq in self._waiting)
+        assert all(self._seqs.get(seq.spec.seq_id) is seq for seq in (*self._running, *self._waiting))
 
     def _join(self, seq: Seq) -> None:
         if seq.state is SeqState.RUNNING:

@@ -1,17 +1,21 @@
 """Executes step plans with the model over one paged KV pool."""
 
+import mmap
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
 from kernels.kv_rows import row_items
 from services.engine.choosing import choose
 from services.engine.grammars import Grammars
+from services.engine.last_tokens import LastTokens
 from services.engine.model import Model
 from services.engine.model_spec import KVDtype, ModelSpec, kv_spec
 from services.engine.step_batch import build_batch
-from services.engine.types import PlanItem, SampleSpec, SeqId, StepPlan, StepResult
+from services.engine.types import Move, StepPlan, StepResult
 from shared.hashing import block_digest
 from shared.ids import BlockDigest, BlockId
-from shared.messages import SamplingParams
 
 _TORCH_DTYPES: dict[KVDtype, torch.dtype] = {
     "float32": torch.float32,
@@ -56,15 +60,23 @@ class ModelRunner:
         block_size: int,
         kv_dtype: KVDtype = "float32",
         num_threads: int = 1,
+        num_bays: int = 0,
         grammars: Grammars | None = None,
     ) -> None:
-        """:param region: writable, contiguous, `num_blocks * block_bytes` long. Kept until `close`."""
+        """:param region: writable, contiguous, `num_blocks * block_bytes` long. Kept until `close`.
+        :param num_bays: room in host memory for so many parked blocks.
+        """
         spec = model.spec
         self.spec, self.kv = spec, kv_spec(spec, block_size, kv_dtype)
         self.num_blocks, self.block_size = num_blocks, block_size
         assert not region.readonly, "the region must be writable"
         assert region.nbytes == num_blocks * self.block_bytes, "the region must hold exactly num_blocks blocks"
-        self._model, self._num_threads, self._grammars = model, num_threads, grammars
+        self._model, self._num_threads = model, num_threads
+        self._grammars, self.num_bays = grammars, num_bays
+        self._last = LastTokens()
+        self._bays = np.frombuffer(mmap.mmap(-1, max(1, num_bays * self.block_bytes)), np.uint8)[
+            : num_bays * self.block_bytes
+        ].reshape(num_bays, self.block_bytes)  # parked blocks; memory is taken when a bay is first used
         self._bytes = region.cast("B")
         self._pool = view_pool(self._bytes, num_blocks, spec, block_size, kv_dtype)
 
@@ -72,27 +84,30 @@ class ModelRunner:
     def block_bytes(self) -> int:
         return self.kv.block_bytes
 
+    def move(self, parks: Sequence[Move], restores: Sequence[Move]) -> None:
+        """See `services.engine.types.Runner`."""
+        pool = np.frombuffer(self._bytes, np.uint8).reshape(self.num_blocks, self.block_bytes)
+        for block, bay in parks:
+            self._bays[bay] = pool[block]
+        for block, bay in restores:
+            pool[block] = self._bays[bay]
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Copies, then one forward pass over all rows, then samples and digests. Mutates the pool.
 
         :raises ModelError: the logits are not finite.
         """
+        pending = self._last.take(plan)
         self._copy(plan.copies)
-        if not plan.items:
-            return StepResult((), self._digests(plan))
-        batch = build_batch(plan.items, self.block_size)
-        logits = self._model.forward(batch, self._pool, self._num_threads)
-        return choose(plan.items, logits, self._digests(plan), self._num_threads, self._grammars)
-
-    def warm_up(self, num_tokens: int) -> None:
-        """Run one prompt chunk and one decode step, so that the first request pays for no first use. Writes into
-        the pool's first blocks: call before any block is in use."""
-        num_tokens = min(num_tokens, (self.num_blocks * self.block_size) - 1, self.spec.max_context - 1)
-        table = tuple(BlockId(i) for i in range(num_tokens // self.block_size + 1))
-        for tokens, start in (((0,) * num_tokens, 0), ((0,), num_tokens)):
-            greedy = SampleSpec(SamplingParams(max_tokens=1, temperature=0.0), 0, start + len(tokens))
-            self.run(StepPlan(0, (PlanItem(SeqId("warm-up"), tokens, start, table, greedy),)))
+        if plan.items:
+            batch = build_batch(plan.items, self.block_size, pending)
+            logits = self._model.forward(batch, self._pool, self._num_threads)
+            result = choose(plan.items, logits, self._digests(plan), self._num_threads, self._grammars)
+        else:
+            result = StepResult((), self._digests(plan))
+        self._last.put(plan, result.sampled)
+        return result
 
     def close(self) -> None:
         """Let go of the region. No step may follow."""

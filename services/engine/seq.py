@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from services.engine.types import SeqSpec
+from services.engine.types import BayId, SeqSpec
 from shared.hashing import block_hash
 from shared.ids import BlockHash, BlockId
 from shared.messages import SamplingParams, TokenLogprobs
@@ -57,6 +57,14 @@ def ends_with(
     return None
 
 
+def is_plain(sampling: SamplingParams) -> bool:
+    """Whether the next token can be chosen before this host has seen the last one: no penalty and no grammar looks at
+    it."""
+    if sampling.grammar:
+        return False
+    return not sampling.presence_penalty and not sampling.frequency_penalty and sampling.repetition_penalty == 1.0
+
+
 @dataclass(slots=True, eq=False)
 class Seq:
     """Numbers of one seq. Only the planner and its helpers write them."""
@@ -67,10 +75,14 @@ class Seq:
     credit: int  # blocks that it may have by right
     due: int = field(init=False)  # when its turn is, in arrivals
     rank: tuple[int, int] = field(init=False)  # whose turn it is: lower is served first, never preempted for higher
+    is_plain_sampling: bool = field(init=False)  # how to choose a token does not depend on the token before
     tokens: list[int] = field(init=False)
     hashes: list[BlockHash] = field(init=False)  # of full blocks, extended on demand
     state: SeqState = SeqState.WAITING
     num_computed: int = 0  # tokens whose KV is in the pool
+    num_planned: int = 0  # those, and the ones whose rows are in flight
+    num_pending: int = 0  # tokens that steps in flight will sample
+    num_flights: int = 0  # steps in flight that name it
     promised: int = 0  # credit not yet taken
     num_shared: int = 0  # blocks whose credit was given back, because another seq held them already
     num_cached_tokens: int = 0  # prompt tokens found cached at the first start
@@ -78,7 +90,11 @@ class Seq:
     started: bool = False  # got rows at least once
     high_water: int = 0  # most tokens ever computed: what lies below is recomputed work
     num_announced: int = 0  # prefill only: leading blocks announced so far
+    num_digested: int = 0  # prefill only: leading blocks whose digests are known or in flight
     num_hit_blocks: int = 0  # leading blocks of the table that were hits
+    num_filled: int = 0  # leading full blocks that the pool knows to be full
+    parked: tuple[BayId, ...] = ()  # where its KV waits in host memory, one bay a block
+    num_parked: int = 0  # tokens whose KV is there
     is_forked: bool = False  # its siblings have been made
     shares_tail: bool = False  # other choices hold its partly filled last block too: it must not be written
     prompt_logprobs: list[TokenLogprobs] | None = None  # of tokens 1 and on, until they are told; None = not wanted
@@ -88,6 +104,7 @@ class Seq:
     def __post_init__(self) -> None:
         self.due = self.arrival + self.spec.priority * ARRIVALS_PER_LEVEL
         self.rank = (self.due, self.arrival)
+        self.is_plain_sampling = is_plain(self.spec.sampling)
         self.tokens = list(self.spec.token_ids)
         self.hashes = list(self.spec.block_hashes)
         if self.spec.sampling.prompt_logprobs is not None and not self.num_output:
@@ -101,7 +118,12 @@ class Seq:
     @property
     def num_remaining(self) -> int:
         """Rows that it wants before its next token can be sampled."""
-        return len(self.tokens) - self.num_computed
+        return len(self.tokens) + self.num_pending - self.num_planned
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its next row is known but for the token: nothing is done with that token first."""
+        return self.is_plain_sampling and (self.is_forked or not self.spec.siblings)
 
     @property
     def num_first_tokens(self) -> int:
@@ -121,8 +143,8 @@ class Seq:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that its tokens need."""
-        return -(-len(self.tokens) // self.block_size)
+        """Blocks that its tokens need, pending ones included."""
+        return -(-(len(self.tokens) + self.num_pending) // self.block_size)
 
     @property
     def table_len(self) -> int:
@@ -150,7 +172,8 @@ class Seq:
         """Go on from the leader's prompt with a first token of its own. The caller counts the references."""
         self.tokens.append(first_token)
         self.hashes = list(leader.hashes)
-        self.num_computed = self.high_water = leader.num_computed
+        self.num_computed = self.num_planned = self.high_water = leader.num_computed
+        self.num_filled = self.num_computed // self.block_size
         self.num_cached_tokens = leader.num_cached_tokens
         self.admitted = self.started = True
         self.prompt_logprobs = None

@@ -50,7 +50,7 @@ class SeqBlocks:
         kept = self._pool.promise(quote.growth)
         assert kept, "promised more than is there"
         seq.promised = quote.growth
-        seq.num_hit_blocks = len(quote.hits)
+        seq.num_hit_blocks = seq.num_filled = len(quote.hits)
         seq.extend_table((*quote.hits, *new))
         return new
 
@@ -82,10 +82,12 @@ class SeqBlocks:
         self._reset(seq)
         seq.extend_table(landing)
 
-    def fill(self, seq: Seq, first: int, last: int) -> None:
-        """Blocks `first` to `last` (excluded) of the seq have been computed to the end: make them hits."""
+    def fill(self, seq: Seq) -> None:
+        """Blocks that the seq has computed to the end, and the pool does not know yet to be full, can be hit now."""
+        first, last = seq.num_filled, seq.num_computed // self._pool.block_size
         if not self._prefix_caching or first >= last:
             return
+        seq.num_filled = last
         seq.extend_hashes(last)
         for index in range(first, last):
             self._pool.fill(seq.table[index], seq.hashes[index], seq.parent_hash(index))
@@ -112,5 +114,6 @@ class SeqBlocks:
 
     def _reset(self, seq: Seq) -> None:
         seq.clear_table()
-        seq.promised = seq.num_shared = seq.num_hit_blocks = seq.num_computed = 0
+        seq.promised = seq.num_shared = seq.num_hit_blocks = seq.num_computed = seq.num_planned = 0
+        seq.num_pending = seq.num_digested = seq.num_filled = 0
         seq.shares_tail = False

@@ -1,13 +1,14 @@
 """A plan as the arrays that a forward pass wants: the rows of all seqs, one after the other."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
-from services.engine.types import PlanItem
+from services.engine.last_tokens import NO_TOKENS
+from services.engine.types import PENDING, PlanItem, SeqId
 
 Ints = npt.NDArray[np.int32]
 
@@ -23,8 +24,11 @@ class StepBatch:
     logit_rows: Ints  # [num_logits], rows whose logits are wanted: of each item its targets', then the one to sample
 
 
-def build_batch(items: Sequence[PlanItem], block_size: int) -> StepBatch:
-    """Lay out the items in order. Each block table must cover its item's rows."""
+def build_batch(items: Sequence[PlanItem], block_size: int, pending: Mapping[SeqId, int] = NO_TOKENS) -> StepBatch:
+    """Lay out the items in order. Each block table must cover its item's rows.
+
+    :param pending: what the last step sampled, by seq: for rows whose token the plan did not know.
+    """
     num_seqs = len(items)
     num_rows = np.fromiter((len(item.token_ids) for item in items), np.int32, num_seqs)
     starts = np.fromiter((item.start for item in items), np.int32, num_seqs)
@@ -43,6 +47,10 @@ def build_batch(items: Sequence[PlanItem], block_size: int) -> StepBatch:
 
     sampled = np.fromiter((item.sample is not None for item in items), np.bool_, num_seqs)
     tokens = np.fromiter(chain.from_iterable(item.token_ids for item in items), np.int32, total)
+    rows = np.flatnonzero(tokens == PENDING)
+    if len(rows):
+        # (0 for a seq that failed in the step before: it is over, its row is thrown away)
+        tokens[rows] = [pending.get(items[seq].seq_id, 0) for seq in seq_of_row[rows].tolist()]
     return StepBatch(
         token_ids=tokens,
         positions=positions,

@@ -44,12 +44,21 @@ class SampleSpec:
     num_choices: int = 1  # first tokens to choose from the one row, for `choice` and the ones after it
 
 
+BayId = NewType("BayId", int)
+"""Room for one block in host memory, where a preempted seq's KV is parked."""
+Move = tuple[BlockId, BayId]
+"""One block's bytes, from the pool to a bay or back."""
+
+PENDING = -1
+"""In a plan made while another is in flight: the token that the other one samples for the same seq."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlanItem:
     """The rows of one seq in one step: decode is one row, a prefill chunk is many."""
 
     seq_id: SeqId
-    token_ids: tuple[int, ...]  # new tokens, [num_rows]
+    token_ids: tuple[int, ...]  # new tokens, [num_rows]; a lone `PENDING` if the token is not known yet
     start: int  # position of the first row = tokens whose KV is already in the pool
     block_table: tuple[BlockId, ...]  # covers start + num_rows tokens
     sample: SampleSpec | None  # None: a chunk that is not the last
@@ -61,8 +70,11 @@ class PlanItem:
 class StepPlan:
     step: int
     items: tuple[PlanItem, ...]
+    parks: tuple[Move, ...] = ()  # from the pool to host memory, first of all
+    restores: tuple[Move, ...] = ()  # back into the pool, next
     copies: tuple[tuple[BlockId, BlockId], ...] = ()  # copy on write (source, target), before the step
     digest_blocks: tuple[BlockId, ...] = ()  # blocks to digest after the step
+    after: int = 0  # the step that was in flight when this one was planned, and on which it builds; 0 = none
 
     @property
     def num_tokens(self) -> int:
@@ -81,12 +93,21 @@ class StepResult:
 
 
 class Runner(Protocol):
-    """Executes plans over one KV pool. Called from one thread at a time, never from the event loop."""
+    """Executes plans over one KV pool, in order. Called from one thread at a time, never from the event loop.
+
+    A plan's `PENDING` tokens are those that the step `plan.after` sampled; if that one failed, `run` raises `StepLost`.
+    """
 
     @property
     def block_bytes(self) -> int: ...
 
-    def run(self, plan: StepPlan) -> StepResult: ...
+    def move(self, parks: Sequence[Move], restores: Sequence[Move]) -> None:
+        """Copy blocks out to host memory, then others back in."""
+        ...
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute the step; its parks and restores were moved already."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from shared.addresses import reachable_host, worker_name
 from shared.config import DRAIN_S
 from shared.health import Probes, serve_http
 from shared.metrics import Metrics
-from shared.offload import ThreadOffload
+from shared.offload import ThreadLane, ThreadOffload
 from shared.process import Process
 from shared.worker_cell import WorkerCell
 
@@ -26,9 +26,9 @@ async def serve(process: Process) -> None:
     """The process's main: until SIGTERM, then what was begun is handed over or finished."""
     settings, clock = process.settings, process.clock
     cell = WorkerCell.of(process)
-    host = EngineHost.open(settings)
+    host = EngineHost.open(settings, parks=False)  # what prefill computes is announced, and never preempted
     region = Region.create(host.num_blocks, host.block_bytes)
-    engine = await host.start(region.buffer, ThreadOffload(1), clock)
+    engine = await host.start(region.buffer, ThreadLane("engine"), clock)
     identity = Identity(process.incarnation, host.model.fingerprint)
     key = await cell.leases.deployment_key()
     where = settings.worker
@@ -52,7 +52,9 @@ async def serve(process: Process) -> None:
     metrics.stats(engine.stats, ENGINE_COUNTERS, part="engine")
     metrics.stats(source.stats, SOURCE_COUNTERS, part="transfer")
     registered = anyio.Event()
-    probes = Probes(stalled(engine, clock, settings.lease.lease_s), lambda: (registered.is_set(), {}), metrics)
+    probes = Probes(
+        stalled(engine, clock, settings.lease.lease_s), lambda: (registered.is_set(), host.facts()), metrics
+    )
     async with anyio.create_task_group() as tasks:
         port = await tasks.start(serve_http, where.host, where.health_port, probes)
         await tasks.start(source.serve)
@@ -65,6 +67,7 @@ async def serve(process: Process) -> None:
         tasks.start_soon(link.renew)
         await tasks.start(link.beat)
         registered.set()
+        tasks.start_soon(region.populate, settings.engine.prefault_bytes, ThreadOffload(1))
         await process.stopping.wait()
         await link.drain(worker.idle, DRAIN_S)
         tasks.cancel_scope.cancel()

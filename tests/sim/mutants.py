@@ -195,7 +195,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     lua("a refund that is not written down", "refund", "redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])", "local _ = 0"),
     lua("emit keeps no log", "emit", "redis.call('APPEND', log, fresh)", ""),
-    lua("the log stays for ever", "complete", "redis.call('PEXPIRE', KEYS[5], ARGV[6])"),
+    lua("the log stays for ever", "complete", "redis.call('PEXPIRE', string.sub(KEYS[5], 1, -2) .. c, ARGV[6])"),
     Mutant("the queue has no bound", None, "admit", "return 'full'", "local _ = 0", sizes=(("max_queued", 8),)),
     lua(
         "a lost answer admits twice",

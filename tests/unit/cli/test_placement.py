@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.placement import cores_text, split_cores
+from services.cli.placement import cores_text, split_cores, worker_cores
 
 
 @given(st.sets(st.integers(0, 200), min_size=1, max_size=64), st.integers(1, 64))
@@ -35,3 +35,10 @@ def test_one_each_on_the_smallest_machine():
 def test_cores_are_written_as_the_kernel_does(cores: tuple[int, ...], text: str):
     """Runs become ranges."""
     assert cores_text(cores) == text
+
+
+@pytest.mark.parametrize(("num_cores", "num_left"), [(1, 0), (2, 0), (7, 0), (8, 1), (15, 1), (16, 2), (64, 8)])
+def test_workers_leave_one_core_in_eight_to_the_services(num_cores: int, num_left: int):
+    """On a small machine none: the services then run beside the workers."""
+    cores = range(3, 3 + num_cores)
+    assert worker_cores(cores) == tuple(cores[: num_cores - num_left])

@@ -6,6 +6,7 @@ from typing import Any
 
 from services.engine.block_pool import BlockPool
 from services.engine.fake_runner import FakeRunner, fake_answer, next_state
+from services.engine.parking import Parking
 from services.engine.planner import Planner, PlannerLimits
 from services.engine.types import SeqId, SeqSpec, StepOutput
 from shared.hashing import block_hashes, chain_root
@@ -54,7 +55,16 @@ def hashes(tokens: Sequence[int]) -> tuple[BlockHash, ...]:
 class Rig:
     """A planner over a fake runner, stepped by hand, with the outputs collected."""
 
-    def __init__(self, num_blocks: int, *, seqs: int = 8, budget: int = 64, max_len: int = 0, caching: bool = True):
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        seqs: int = 8,
+        budget: int = 64,
+        max_len: int = 0,
+        caching: bool = True,
+        bays: int = 0,
+    ):
         self.pool = BlockPool(num_blocks, BLOCK)
         self.runner = FakeRunner(num_blocks, BLOCK)
         limits = PlannerLimits(
@@ -63,7 +73,7 @@ class Rig:
             max_model_len=max_len or num_blocks * BLOCK,
             prefix_caching=caching,
         )
-        self.planner = Planner(self.pool, limits)
+        self.planner = Planner(self.pool, limits, Parking(bays, lambda num_tokens, num_blocks: True))
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
         self.num_computed_tokens = 0
@@ -74,6 +84,7 @@ class Rig:
         self.planner.check()
         if plan is None:
             return None
+        self.runner.move(plan.parks, plan.restores)
         output = self.planner.commit(plan, self.runner.run(plan))
         self.planner.check()
         self.note(output)

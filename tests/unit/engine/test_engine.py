@@ -1,31 +1,42 @@
 """The engine's step: off the loop, one at a time, and a failing runner costs only its own seqs."""
 
+import dataclasses
+import time
+
 import anyio
+import msgspec
 import pytest
 
 from services.engine.block_pool import BlockPool
 from services.engine.engine import Engine
 from services.engine.fake_runner import FakeRunner, fake_answer
 from services.engine.planner import Planner, PlannerLimits
-from services.engine.types import SeqId, StepPlan, StepResult
+from services.engine.types import PENDING, SeqId, StepPlan, StepResult
 from shared.clock import ManualClock
-from shared.offload import InlineOffload, ThreadOffload
+from shared.offload import InlineOffload, ThreadLane
 from tests.unit.engine.helpers import BLOCK, make_spec
 
 pytestmark = pytest.mark.anyio
 
 
-class GatedOffload:
+class GatedLane(InlineOffload):
     """Runs a step only once the test opens the gate."""
 
     def __init__(self) -> None:
         self.entered = anyio.Event()
         self.gate = anyio.Event()
 
-    async def run(self, fn, *args):
-        self.entered.set()
-        await self.gate.wait()
-        return fn(*args)
+    def submit(self, fn, *args):
+        ticket = super().submit(fn, *args)
+        wait = ticket.wait
+
+        async def gated() -> None:
+            self.entered.set()
+            await self.gate.wait()
+            await wait()
+
+        ticket.wait = gated
+        return ticket
 
 
 class SickRunner(FakeRunner):
@@ -62,7 +73,7 @@ async def run_out(engine: Engine) -> dict[str, list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("offload", [InlineOffload, ThreadOffload])
+@pytest.mark.parametrize("offload", [InlineOffload, ThreadLane])
 async def test_seqs_run_to_their_ends(offload):
     """Steps inline and in a thread give the fake model's answers."""
     engine = make_engine(offload())
@@ -98,12 +109,13 @@ async def test_a_runner_that_answers_too_little_is_a_failure_too():
     assert out is not None
     assert [seq_id for seq_id, _ in out.failed] == ["a"]
     engine.check()
+    assert await run_out(engine) == {}
     assert engine.stats().blocks_free == 16
 
 
 async def test_an_aborted_seq_of_a_failing_step_is_not_reported():
     """Nobody hears of a seq after its abort, not even of its failure."""
-    offload = GatedOffload()
+    offload = GatedLane()
     engine = make_engine(offload, SickRunner(16, raises=1))
     engine.add(make_spec("a", range(6), 4))
     async with anyio.create_task_group() as tg:
@@ -117,12 +129,13 @@ async def test_an_aborted_seq_of_a_failing_step_is_not_reported():
         await offload.entered.wait()
         engine.abort(SeqId("a"))
         offload.gate.set()
+    assert await run_out(engine) == {}
     assert engine.stats().blocks_free == 16
 
 
 async def test_everything_is_legal_while_a_step_runs():
     """Add, abort, reserve and drop do not disturb the step in flight."""
-    offload = GatedOffload()
+    offload = GatedLane()
     engine = make_engine(offload)
     engine.add(make_spec("a", range(6), 4))
     async with anyio.create_task_group() as tg:
@@ -143,7 +156,7 @@ async def test_everything_is_legal_while_a_step_runs():
 
 async def test_cancelling_a_step_leaves_no_plan_half_done():
     """The step is finished first; the engine can go on afterwards."""
-    offload = GatedOffload()
+    offload = GatedLane()
     engine = make_engine(offload)
     engine.add(make_spec("a", range(6), 4))
     async with anyio.create_task_group() as tg:
@@ -151,7 +164,6 @@ async def test_cancelling_a_step_leaves_no_plan_half_done():
         await offload.entered.wait()
         tg.cancel_scope.cancel()
         offload.gate.set()
-    assert not engine.is_stepping
     engine.check()
     assert engine.stats().output_tokens == 1
     assert (await run_out(engine))["a"] == list(fake_answer(range(6), 4))[1:]
@@ -172,3 +184,151 @@ async def test_stats_add_up():
     assert (stats.output_tokens, stats.queued_tokens, stats.num_running) == (4, 0, 0)
     assert stats.steps == 4
     assert engine.drain_events() == ()
+
+
+class CountingLane(ThreadLane):
+    """Notes what was handed over, and the most that was in the air."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plans: list[StepPlan] = []
+
+    def submit(self, fn, *args):
+        if isinstance(args[0], StepPlan):
+            self.plans.append(args[0])
+        return super().submit(fn, *args)
+
+
+class SlowRunner(FakeRunner):
+    """Each step lasts until the next one has been handed over, or nothing can be."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks, BLOCK)
+        self.lane: CountingLane | None = None
+        self.overlapped = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert self.lane is not None
+        result = super().run(plan)
+        for _ in range(200):
+            if self.lane.plans[-1].step > plan.step:
+                self.overlapped += 1
+                break
+            time.sleep(0.001)
+        return result
+
+
+async def test_the_next_step_is_planned_while_one_runs():
+    """Decode rows of the next plan are pending while this step computes their tokens; the answers are the same."""
+    runner, lane = SlowRunner(32), CountingLane()
+    runner.lane = lane
+    engine = make_engine(lane, runner, num_blocks=32)
+    engine.add(make_spec("a", range(5), 12))
+    engine.add(make_spec("b", range(50, 59), 7))
+    assert await run_out(engine) == {"a": list(fake_answer(range(5), 12)), "b": list(fake_answer(range(50, 59), 7))}
+    assert runner.overlapped == engine.stats().extra["steps_ahead"] == 11
+    assert len(lane.plans) == 12
+    assert all(item.token_ids == (PENDING,) for plan in lane.plans[1:] for item in plan.items)
+
+
+async def test_a_stop_is_seen_although_the_next_row_is_on_its_way():
+    """The answer ends with the stop token, and the blocks come back once the idle row is over."""
+    runner, lane = SlowRunner(16), CountingLane()
+    runner.lane = lane
+    engine = make_engine(lane, runner)
+    answer = fake_answer(range(6), 8)
+    engine.add(make_spec("a", range(6), 8, stop=(answer[3],)))
+    out = [await engine.step() for _ in range(4)]
+    assert out[-1] is not None
+    assert out[-1].outputs[0].finish == "stop"
+    assert engine.stats().blocks_free < 16
+    assert engine.has_work
+    assert await run_out(engine) == {}
+    assert engine.stats().blocks_free == 16
+
+
+async def test_a_seq_whose_next_token_depends_on_the_last_is_not_planned_ahead():
+    """Penalties and grammars look at all tokens before: such a seq waits for each of them."""
+    lane = CountingLane()
+    engine = make_engine(lane)
+    spec = make_spec("a", range(6), 5)
+    for field in ({"presence_penalty": 0.5}, {"grammar": 'start: "a"'}):
+        sampling = msgspec.structs.replace(spec.sampling, **field)
+        engine.add(dataclasses.replace(spec, sampling=sampling))
+        assert await run_out(engine) == {"a": list(fake_answer(range(6), 5))}
+        assert engine.stats().extra["steps_ahead"] == 0
+    assert all(PENDING not in item.token_ids for plan in lane.plans for item in plan.items)
+
+
+async def test_a_plan_made_ahead_of_a_failing_step_costs_nobody_else():
+    """Its seqs of the failed step are gone, the others are planned again."""
+    engine = make_engine(InlineOffload(), SickRunner(16, raises=2))
+    engine.add(make_spec("a", range(6), 4))
+    await engine.step()
+    engine.add(make_spec("b", range(50, 57), 4))
+    tokens, failed = {}, []
+    while engine.has_work:
+        out = await engine.step()
+        assert out is not None
+        engine.check()
+        failed += out.failed
+        for seq in out.outputs:
+            tokens.setdefault(seq.seq_id, []).extend(seq.token_ids)
+    assert [seq_id for seq_id, _ in failed] == ["a"]
+    assert tokens == {"b": list(fake_answer(range(50, 57), 4))}
+    assert engine.stats().blocks_free == 16
+
+
+async def test_a_reservation_gets_what_seqs_in_flight_hold():
+    """Asked after each step, as a worker does, it waits for two of them at most, though a step is always in flight."""
+    runner, lane = SlowRunner(16), CountingLane()
+    runner.lane = lane
+    engine = make_engine(lane, runner)
+    engine.add(make_spec("eldest", [0] * 4, 30, credit=1))
+    engine.add(make_spec("over", [1] * 20, 30, credit=1))
+    for _ in range(6):
+        await engine.step()
+    refused = 0
+    while engine.reserve(make_spec("d", range(100, 130), 4, credit=8)) is None:
+        refused += 1
+        await engine.step()
+        engine.check()
+    assert 1 <= refused <= 2
+    assert engine.stats().preemptions == 1
+    engine.drop(SeqId("d"))
+    tokens = await run_out(engine)
+    assert tokens["over"][-1] == fake_answer([1] * 20, 30)[-1]
+
+
+class PickyRunner(FakeRunner):
+    """Cannot choose a token for one seq, as when its grammar fails."""
+
+    def __init__(self, num_blocks: int, victim: str) -> None:
+        super().__init__(num_blocks, BLOCK)
+        self.victim = victim
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = super().run(plan)
+        failed = [i for i, item in enumerate(plan.items) if item.seq_id == self.victim and item.sample is not None]
+        sampled = tuple(() if i in failed else tokens for i, tokens in enumerate(result.sampled))
+        return StepResult(sampled, result.digests, failed=tuple((i, "no token fits") for i in failed))
+
+
+async def test_an_item_that_fails_alone_leaves_the_others_their_tokens():
+    """One seq is reported failed and gives its blocks back; its neighbours' answers are what they always were."""
+    engine = make_engine(runner=PickyRunner(16, "bad"))
+    for name in ("a", "bad", "b"):
+        engine.add(make_spec(name, range(10, 18), max_tokens=4))
+    tokens: dict[str, list[int]] = {}
+    failed: list[tuple[SeqId, str]] = []
+    while engine.has_work:
+        out = await engine.step()
+        assert out is not None
+        engine.check()
+        failed += out.failed
+        for seq in out.outputs:
+            tokens.setdefault(seq.seq_id, []).extend(seq.token_ids)
+    assert failed == [(SeqId("bad"), "no token fits")]
+    want = list(fake_answer(range(10, 18), 4))
+    assert tokens == {"a": want, "b": want}
+    assert engine.stats().blocks_free == 16

@@ -4,6 +4,7 @@ The model knows each seq's answer from the fake model's definition alone. After 
 at the end every seq that nobody aborted has given its whole answer, once, and every block is takeable again.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.engine.fake_runner import fake_answer
+from services.engine.last_tokens import StepLost
 from services.engine.types import Filled, SeqSpec, StepOutput, StepPlan
 from shared.ids import BlockId
 from shared.messages import FirstToken, Stored
@@ -18,6 +20,7 @@ from tests.unit.engine.helpers import BLOCK, Rig, make_spec
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=18) | st.integers(1, 18).map(lambda n: [0] * n)
 CREDITS = st.none() | st.integers(-2, 3)  # beyond the blocks that the prompt needs; None: no credit at all
+WHICH = st.integers(0, 63)
 
 
 @dataclass
@@ -35,12 +38,18 @@ class Known:
 
 
 class PlannerMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(5, 14), seqs=st.integers(1, 5), budget=st.integers(1, 24), caching=st.booleans())
-    def begin(self, num_blocks: int, seqs: int, budget: int, caching: bool) -> None:
-        self.rig = Rig(num_blocks, seqs=seqs, budget=budget, caching=caching)
+    @initialize(
+        num_blocks=st.integers(5, 14),
+        seqs=st.integers(1, 5),
+        budget=st.integers(1, 24),
+        caching=st.booleans(),
+        bays=st.integers(0, 12),
+    )
+    def begin(self, num_blocks: int, seqs: int, budget: int, caching: bool, bays: int) -> None:
+        self.rig = Rig(num_blocks, seqs=seqs, budget=budget, caching=caching, bays=bays)
         self.planner = self.rig.planner
         self.known: dict[str, Known] = {}
-        self.plan: StepPlan | None = None
+        self.plans: list[StepPlan] = []  # in flight, the eldest first
         self.aborted_in_flight: set[str] = set()
         self.index: set[bytes] = set()  # what a prefix index would believe
         self.count = 0
@@ -78,6 +87,7 @@ class PlannerMachine(RuleBasedStateMachine):
         if held is None:
             assert self.books() == before
             return
+        self.rig.runner.move(self.planner.take_moves(), ())  # before the transfer begins
         hits = held.num_hit_blocks
         assert len(held.block_ids) == -(-len(known.spec.token_ids) // BLOCK)
         assert self.rig.holds_kv(known.spec.token_ids[: hits * BLOCK], held.block_ids)
@@ -86,76 +96,92 @@ class PlannerMachine(RuleBasedStateMachine):
         self.known[known.spec.seq_id] = known
 
     @precondition(lambda self: self.in_phase("landing"))
-    @rule(data=st.data())
-    def land(self, data) -> None:
-        known = self.pick(data, "landing")
+    @rule(which=WHICH)
+    def land(self, which) -> None:
+        known = self.pick(which, "landing")
         self.land_one(known)
 
     @precondition(lambda self: self.in_phase("landing", "quarantined"))
-    @rule(data=st.data())
-    def drop(self, data) -> None:
+    @rule(which=WHICH)
+    def drop(self, which) -> None:
         """The transfer failed, after writing whatever it liked."""
-        known = self.pick(data, "landing", "quarantined")
+        known = self.pick(which, "landing", "quarantined")
         self.rig.scribble(known.landing)
         self.planner.drop(known.spec.seq_id)
         known.phase = "over"
 
     @precondition(lambda self: self.in_phase("quarantined"))
-    @rule(data=st.data())
-    def late_write(self, data) -> None:
+    @rule(which=WHICH)
+    def late_write(self, which) -> None:
         """A transfer whose seq was aborted still writes."""
-        self.rig.scribble(self.pick(data, "quarantined").landing)
+        self.rig.scribble(self.pick(which, "quarantined").landing)
 
     @precondition(lambda self: self.in_phase("handed_off"))
-    @rule(data=st.data())
-    def release(self, data) -> None:
-        self.release_one(self.pick(data, "handed_off"))
+    @rule(which=WHICH)
+    def release(self, which) -> None:
+        self.release_one(self.pick(which, "handed_off"))
 
     @precondition(lambda self: self.in_phase("active", "landing", "handed_off"))
-    @rule(data=st.data())
-    def abort(self, data) -> None:
-        known = self.pick(data, "active", "landing", "handed_off")
+    @rule(which=WHICH)
+    def abort(self, which) -> None:
+        known = self.pick(which, "active", "landing", "handed_off")
         self.planner.abort(known.spec.seq_id)
         self.planner.abort(known.spec.seq_id)
         known.phase = "quarantined" if known.phase == "landing" else "over"
 
     # --- steps ------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.plan is None)
+    @precondition(lambda self: len(self.plans) < 2)
     @rule()
     def plan_step(self) -> None:
-        self.plan = self.planner.plan()
+        plan = self.planner.plan()
+        if plan is not None:
+            self.rig.runner.move(plan.parks, plan.restores)  # nothing else writes those blocks until the plan is run
+            self.plans.append(plan)
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.plans)
     @rule()
     def commit(self) -> None:
-        assert self.plan is not None
-        out = self.planner.commit(self.plan, self.rig.runner.run(self.plan))
-        assert out.num_tokens == self.plan.num_tokens
-        self.plan = None
+        plan = self.plans.pop(0)
+        try:
+            result = self.rig.runner.run(plan)
+        except StepLost:
+            self.take(self.planner.skip(plan))
+            return
+        out = self.planner.commit(plan, result)
+        assert out.num_tokens == plan.num_tokens
         self.take(out)
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.plans)
     @rule(luck=st.integers(0, 5))
     def fail(self, luck: int) -> None:
-        """Now and then the runner dies in the middle of its writing."""
-        if luck or self.plan is None:
+        """Now and then the runner dies, in the middle of its writing or before."""
+        if luck > 1:
             return
-        self.rig.runner.run(self.plan)
-        out = self.planner.fail(self.plan, "boom")
-        alive = {item.seq_id for item in self.plan.items if self.known[item.seq_id].phase == "active"}
+        plan = self.plans.pop(0)
+        if luck:
+            with suppress(StepLost):
+                self.rig.runner.run(plan)
+        self.fail_one(plan)
+
+    def fail_one(self, plan: StepPlan) -> None:
+        out = self.planner.fail(plan, "boom")
+        alive = {item.seq_id for item in plan.items if self.known[item.seq_id].phase == "active"}
         assert {seq_id for seq_id, _ in out.failed} == alive
         for seq_id in alive:
             self.known[seq_id].phase = "over"
-        self.plan = None
         self.take(out)
 
-    @precondition(lambda self: self.plan is None)
     @rule(num_steps=st.integers(1, 8))
     def steps(self, num_steps: int) -> None:
+        """As an engine does it: the next plan is made before the last one's result is in."""
         for _ in range(num_steps):
-            self.plan_step()
-            if self.plan is None:
+            while len(self.plans) < 2:
+                before = len(self.plans)
+                self.plan_step()
+                if len(self.plans) == before:
+                    break
+            if not self.plans:
                 return
             self.commit()
 
@@ -182,13 +208,12 @@ class PlannerMachine(RuleBasedStateMachine):
         """Let everything end: each seq does, with its whole answer, and the pool is whole again."""
         if not hasattr(self, "rig"):
             return
-        if self.plan is not None:
-            self.commit()
         for _ in range(2000):
-            if not self.in_phase("active", "landing", "quarantined", "handed_off"):
+            if not self.plans and not self.in_phase("active", "landing", "quarantined", "handed_off"):
                 break
-            self.plan_step()
-            if self.plan is not None:
+            if len(self.plans) < 2:
+                self.plan_step()
+            if self.plans:
                 self.commit()
             else:
                 self.resolve_one()
@@ -280,9 +305,9 @@ class PlannerMachine(RuleBasedStateMachine):
     def in_phase(self, *phases: str) -> list[Known]:
         return [known for known in self.known.values() if known.phase in phases]
 
-    def pick(self, data, *phases: str) -> Known:
+    def pick(self, which: int, *phases: str) -> Known:
         choices = self.in_phase(*phases)
-        return choices[data.draw(st.integers(0, len(choices) - 1))]
+        return choices[which % len(choices)]
 
     def books(self) -> tuple:
         stats = self.planner.stats()

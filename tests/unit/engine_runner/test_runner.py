@@ -5,13 +5,17 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from services.engine.calibration import calibrate
 from services.engine.load import open_model
 from services.engine.model import Model
 from services.engine.model_spec import LayerKV, kv_spec, pool_fingerprint
 from services.engine.runner import ModelRunner
 from services.engine.step_batch import build_batch
-from services.engine.types import PlanItem, SampleSpec, SeqId, StepPlan
+from services.engine.types import BayId, PlanItem, SampleSpec, SeqId, StepPlan
+from shared.clock import SystemClock
 from shared.config import EngineConfig, ModelConfig
+from shared.cost import CostModel, StepShape
+from shared.hashing import block_digest
 from shared.ids import BlockId
 from shared.messages import SamplingParams
 from tests.models import make_tiny_llama
@@ -149,12 +153,33 @@ def test_a_region_of_the_wrong_size_is_refused(model: Model):
         ModelRunner(model, memoryview(bytes(size * 3)), 3, block_size=BLOCK)
 
 
-def test_warm_up_fits_any_pool(model: Model):
-    """Even one of a single block; afterwards the runner works as before."""
-    for num_blocks in (1, 12):
-        runner, _ = make(model, num_blocks)
-        runner.warm_up(512)
+def test_calibration_fits_any_pool(model: Model):
+    """Even one of a single block; afterwards the runner works as before, and costs can be told where there was room to
+    measure them."""
+    for num_blocks, known in ((1, False), (24, True)):
+        runner, _ = make(model, num_blocks, num_bays=4)
+        costs = CostModel()
+        calibrate(runner, costs, SystemClock(), model.spec.max_context - 1)
         assert runner.run(step(item([5], 0, blocks(0)))).sampled[0]
+        assert (costs.step_s(StepShape(num_tokens=100, token_context=5000)) is not None) == known
+        assert (costs.step_s(StepShape(num_seqs=4, kv_tokens=400)) is not None) == known
+        assert costs.transfer.predict(1e6) is not None
+
+
+def test_parked_blocks_come_back_bit_for_bit(model: Model):
+    """Copied out, overwritten and restored elsewhere, blocks have the digests that they had; others are not touched."""
+    runner, region = make(model, 12, num_bays=3)
+    runner.run(step(item(list(range(3, 3 + 2 * BLOCK + 3)), 0, blocks(1, 4, 7)), digest_blocks=blocks(1, 4, 7)))
+    size = runner.block_bytes
+    before = [block_digest(region[b * size : (b + 1) * size]) for b in range(12)]
+    bays = [BayId(2), BayId(0), BayId(1)]
+    runner.move(list(zip(blocks(1, 4, 7), bays, strict=True)), ())
+    for block in (1, 4, 7):
+        region[block * size : (block + 1) * size] = b"\xee" * size
+    runner.move((), list(zip(blocks(9, 1, 3), bays, strict=True)))
+    after = [block_digest(region[b * size : (b + 1) * size]) for b in range(12)]
+    assert [after[9], after[1], after[3]] == [before[1], before[4], before[7]]
+    assert [after[b] for b in (0, 2, 5, 6, 8, 10, 11)] == [before[b] for b in (0, 2, 5, 6, 8, 10, 11)]
 
 
 def test_close_lets_go_of_the_region(model: Model):
