@@ -14,9 +14,7 @@ if r[1] == 'done' then
   redis.call('XADD', KEYS[5], '*', 'm', r[5])
   return 'adopted'
 end
-if r[2] ~= ARGV[3] or (r[3] or '') ~= ARGV[4] or (r[4] or '') ~= ARGV[5] or r[7] ~= ARGV[6] then
-  return 'moved'
-end
+if r[2] ~= ARGV[3] or (r[3] or '') ~= ARGV[4] or (r[4] or '') ~= ARGV[5] or r[7] ~= ARGV[6] then return 'moved' end
 if r[1] == 'dispatched' or r[1] == 'prefill' or r[1] == 'decode' then
   redis.call('ZREM', KEYS[4], ARGV[2])
   redis.call('HDEL', KEYS[10], ARGV[2] .. '/' .. ARGV[3])
@@ -26,21 +24,19 @@ if r[1] == 'dispatched' or r[1] == 'prefill' or r[1] == 'decode' then
   redis.call('PEXPIRE', KEYS[9], ARGV[11])
 end
 local epoch, t = tonumber(ARGV[3]) + 1, redis.call('TIME')
-redis.call('HSET', KEYS[2], 'st', 'queued', 'ep', epoch, 'gw', ARGV[1], 'body', ARGV[7], 'nonce', ARGV[10])
+redis.call('HSET', KEYS[2], 'st', 'queued', 'ep', epoch, 'gw', ARGV[1], 'body', ARGV[7], 'nonce', ARGV[10], 'at', '',
+  'ho', '', 'pw', '', 'dw', '')
 redis.call('SREM', KEYS[12], ARGV[2])
 redis.call('SADD', KEYS[11], ARGV[2])
-redis.call('HSET', KEYS[2], 'at', '', 'ho', '', 'pw', '', 'dw', '')
 redis.call('PERSIST', KEYS[2])
 redis.call('PERSIST', KEYS[7])
 local marker = {'e', ARGV[2], epoch, redis.call('STRLEN', KEYS[7]) / 4}
 local others = (redis.call('HGET', KEYS[2], 'nc') or 1) - 1
-if others > 0 then
-  marker[5] = {}
-  for c = 1, others do
-    local log = string.sub(KEYS[7], 1, -2) .. c
-    redis.call('PERSIST', log)
-    marker[5][c] = redis.call('STRLEN', log) / 4
-  end
+if others > 0 then marker[5] = {} end
+for c = 1, others do
+  local log = string.sub(KEYS[7], 1, -2) .. c
+  redis.call('PERSIST', log)
+  marker[5][c] = redis.call('STRLEN', log) / 4
 end
 redis.call('XADD', KEYS[5], '*', 'm', cmsgpack.pack(marker))
 redis.call('ZADD', KEYS[3], t[1] * 1000000 + t[2], ARGV[2])

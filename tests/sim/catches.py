@@ -7,6 +7,7 @@ CATCHES: dict[str, int] = {
     "producers trim": 1,
     "complete keeps the credit": 1,
     "complete forgets one of the two books": 1,
+    "complete asks for no fence": 11,
     "complete leaves the request open": 1,
     "cancel misses prefill": 1,
     "cancel misses decode": 1,

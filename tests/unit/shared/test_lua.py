@@ -26,6 +26,8 @@ EXAMPLES = int(os.environ.get("BATON_LUA_EXAMPLES", "50"))
 MODELS = WORK | QUEUE
 OWN_TESTS = {"limit", "limit_leave", "limit_renew"}
 """See `test_api_keys.py`."""
+DECLARED = ("KEYS[", "string.sub(KEYS[")
+"""A key as it is given; and the logs of further choices, whose names are made of the first one's, in the same slot."""
 CALL = re.compile(r"redis\.call\('(\w+)', ?([^,)]*)")
 BOUND = re.compile(r"local ([\w, ]+) = (.*)")
 
@@ -45,7 +47,7 @@ def keys_bound(text: str) -> set[str]:
     names: set[str] = set()
     for left, right in BOUND.findall(text):
         for name, value in zip(left.split(","), right.split(","), strict=False):
-            if value.strip().startswith("KEYS["):
+            if value.strip().startswith(DECLARED):
                 names.add(name.strip())
     return names
 
@@ -56,7 +58,7 @@ def test_every_key_is_declared(name: str) -> None:
     bound = keys_bound(sources()[name])
     for command, key in CALL.findall(sources()[name]):
         if command != "TIME":
-            assert key.startswith("KEYS[") or key in bound, f"{command} {key}"
+            assert key.startswith(DECLARED) or key in bound, f"{command} {key}"
 
 
 @pytest.mark.parametrize("name", sorted(sources()))
