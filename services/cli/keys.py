@@ -8,7 +8,7 @@ import anyio
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from services.cli.errors import CommandError
 from services.cli.queue import redis_url_of
@@ -74,10 +74,12 @@ def list_keys(port: Port = None, redis_url: Url = "") -> None:
         if not found:
             print("There are no keys: anyone who reaches the port may ask.")
             return
-        table = Table("id", "tenant", "name", "made", "requests/min", "tokens/min", "at once", "state")
+        table = Table(Column("id", no_wrap=True), Column("tenant", overflow="fold"), "name", "made")
+        for column in ("req/min", "tok/min", "at once", "state"):
+            table.add_column(column, no_wrap=column == "state")
         for k in found:
             limits = (k.requests_per_minute, k.tokens_per_minute, k.max_concurrent)
-            made = datetime.fromtimestamp(k.created_at).strftime("%Y-%m-%d %H:%M")
+            made = datetime.fromtimestamp(k.created_at).strftime("%Y-%m-%d")
             state = "revoked" if k.revoked else "valid"
             table.add_row(k.id, k.tenant, k.name, made, *(str(limit or "-") for limit in limits), state)
         Console().print(table)

@@ -136,6 +136,7 @@ def _read(fields: Fields) -> _Asked:
     temperature = fields.number("temperature", 0, 2)
     top_p = fields.number("top_p", 0, 1, above_low=True)
     stream = fields.boolean("stream")
+    form = _format(fields)
     echo = Echo(
         instructions=instructions,
         max_output_tokens=max_output_tokens,
@@ -144,8 +145,8 @@ def _read(fields: Fields) -> _Asked:
         parallel_tool_calls=fields.boolean("parallel_tool_calls"),
         metadata=_metadata(fields),
         user=fields.text("user"),
+        text_format=form,
     )
-    form = _format(fields)
     messages = _messages(fields)
     if instructions:
         messages.insert(0, {"role": "system", "content": instructions})

@@ -11,6 +11,7 @@ from services.gateway.body import OFFLOAD_BYTES, ClientDisconnect, read_json
 from services.gateway.endpoints import Parts
 from services.gateway.errors import ApiError, bad_field, error_response
 from services.gateway.fields import Fields, checked_text
+from services.gateway.messages import MESSAGES_SCHEMA
 from services.gateway.params import check_model, unknown_model
 from services.gateway.prepare import live_limits
 from shared.version import VERSION
@@ -87,6 +88,9 @@ class SmallEndpoints:
         special = fields.get("add_special_tokens", {"type": "boolean"})
         if special is not None and type(special) is not bool:
             raise bad_field("add_special_tokens", "add_special_tokens must be true or false.")
+        messages = fields.get("messages", MESSAGES_SCHEMA)
+        if (prompt is None) == (messages is None):
+            raise bad_field("messages", "Either prompt or messages must be given.")
         if prompt is not None:
             return checked_text("prompt", prompt), special is not False
         return self._parts.chats.read(fields, None).prompt, special is True

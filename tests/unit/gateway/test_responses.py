@@ -65,6 +65,21 @@ async def test_a_string_and_messages_make_the_same_prompt_as_a_chat(gateway: Gat
     assert set(others) == {chat}
 
 
+async def test_a_format_is_followed_and_repeated(gateway: Gateway):
+    """A JSON schema goes to the workers as a grammar; the response says what format it has."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    wanted = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    gateway.port.script = answer(gateway.ids("{}"), reason="stop")
+    async with gateway.client() as client:
+        response = await client.post("/v1/responses", json={"input": "hi", "text": wanted})
+        wrong = await client.post("/v1/responses", json={"input": "hi", "text": {"format": {"type": "json_schema"}}})
+    assert response.status_code == 200, response.text
+    assert response.json()["text"] == wanted
+    (request,) = gateway.port.admitted
+    assert '"integer"' in request.sampling.grammar
+    assert (wrong.status_code, wrong.json()["error"]["param"][:11]) == (400, "text.format")
+
+
 async def test_a_streamed_response_has_openais_events_in_order(gateway: Gateway):
     """Typed, numbered; deltas that add up; the whole response at the end."""
     gateway.port.script = answer(gateway.ids(TEXT), reason="stop")
