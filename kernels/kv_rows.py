@@ -55,5 +55,7 @@ def decode_rows(rows: torch.Tensor) -> torch.Tensor:
     if not is_scaled(rows.dtype):
         return rows.float()
     head_dim = head_dim_of(rows)
-    scale = rows.view(torch.uint8)[..., head_dim:].contiguous().view(torch.float32)
+    # A clone begins at its storage's start, as a view in a wider type must; `contiguous` may give the slice itself.
+    last = rows.view(torch.uint8)[..., head_dim:].clone(memory_format=torch.contiguous_format)
+    scale = last.view(torch.float32)
     return rows[..., :head_dim].float() * scale

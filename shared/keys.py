@@ -95,11 +95,13 @@ class Keys:
 
     # state, written by Lua only
     def request(self, request_id: RequestId) -> str:
-        """Hash: st ep at term gw pw dw ho tries body; fin (the `Finished`) once done; nonce of the last adoption."""
+        """Hash: st ep at term gw pw dw ho tries body, nc (choices, if several), fin (the `Finished`, once
+        done), nonce (of the last adoption)."""
         return self._key("req", request_id)
 
     def log(self, request_id: RequestId, choice: int = 0) -> str:
-        """String: the tokens already emitted, u32 little endian each."""
+        """String: the tokens already emitted, u32 little endian each. Scripts are given choice 0's key and make those
+        of the others from it: the choice is the last part."""
         return self._key("log", request_id, str(choice))
 
     def queued(self) -> str:

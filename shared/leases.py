@@ -97,22 +97,25 @@ class Leases:
         """Queue a request for dispatch, unless `max_queued` others wait already."""
         return await self._admit(request, 1, (), max_queued)
 
-    async def readmit(self, request: GenerateRequest, epoch: int, output: Sequence[int]) -> AdmitAnswer:
+    async def readmit(self, request: GenerateRequest, epoch: int, *outputs: Sequence[int]) -> AdmitAnswer:
         """Queue a request that Redis has lost, however many wait.
 
         :param epoch: above all that its gateway has heard of.
-        :param output: tokens already sent.
+        :param outputs: tokens already sent, by choice.
         """
-        return await self._admit(request, epoch, output, NO_LIMIT)
+        return await self._admit(request, epoch, outputs, NO_LIMIT)
 
-    async def _admit(self, request: GenerateRequest, epoch: int, output: Sequence[int], max_queued: int) -> AdmitAnswer:
+    async def _admit(
+        self, request: GenerateRequest, epoch: int, outputs: Sequence[Sequence[int]], max_queued: int
+    ) -> AdmitAnswer:
         request_id = request.request_id
         keys = [
             *(self._keys.request(request_id), self._keys.queued(), self._keys.sched().key),
             *(self._keys.gateways(), self._keys.open(request.gateway), self._keys.log(request_id)),
         ]
         message = encode(Admitted(request_id=request_id, epoch=epoch))
-        args = [request_id, encode(request), request.gateway, max_queued, message, epoch, pack_tokens(output)]
+        args = [request_id, encode(request), request.gateway, max_queued, message, epoch]
+        args += [pack_tokens(outputs[c] if c < len(outputs) else ()) for c in range(request.num_choices)]
         return (await self._scripts.run("admit", keys, args)).decode()
 
     async def states(self, request_ids: Sequence[RequestId]) -> list[RecordState]:
@@ -164,8 +167,12 @@ class Leases:
         body, epoch, state = await self._fields(request_id, "body", "ep", "st")
         if body is None or state not in (b"queued", *LIVE):
             return None
-        output = await self.token_log(request_id) if int(epoch or 0) > 1 else ()
-        return RequestState(request=decode_request(body), epoch=int(epoch or 0), output=output)
+        request = decode_request(body)
+        if int(epoch or 0) <= 1:
+            return RequestState(request=request, epoch=int(epoch or 0))
+        logs = [await self.token_log(request_id, choice) for choice in range(request.num_choices)]
+        others = tuple(logs[1:]) if any(logs[1:]) else ()
+        return RequestState(request=request, epoch=int(epoch or 0), output=logs[0], others=others)
 
     async def queued(self) -> list[Admitted]:
         """Requests that wait for dispatch, oldest first."""

@@ -148,7 +148,7 @@ class WorkerLink:
         if state is None or state.epoch != task.epoch:
             return None
         num_sent = task.num_prompt_tokens - len(state.request.token_ids)
-        return msgspec.structs.replace(state, output=state.output[:num_sent])
+        return msgspec.structs.replace(state, output=state.output[:num_sent], others=state.others if num_sent else ())
 
     async def renew(self) -> None:
         """Renew leases while the engine makes progress, until cancelled.

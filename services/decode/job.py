@@ -5,6 +5,8 @@ from enum import Enum
 
 import anyio
 
+from services.engine.choices import Choices
+from services.engine.specs import seq_ids
 from services.engine.types import SeqId
 from shared.ids import Incarnation
 from shared.leases import Fence
@@ -25,10 +27,16 @@ class Job:
     seq_id: SeqId
     task: DecodeTask
     state: RequestState
+    choices: Choices
     phase: Phase = Phase.RESERVING
     held: bool = False  # the lease is ours
     num_cached_tokens: int = 0
     fetching: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+
+    @property
+    def seq_ids(self) -> tuple[SeqId, ...]:
+        """Of the choices, in order."""
+        return seq_ids(self.fence.request_id, self.fence.epoch, len(self.choices.num_output))
 
     @property
     def gateway(self) -> Incarnation:

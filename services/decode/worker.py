@@ -19,15 +19,16 @@ import anyio.abc
 import structlog
 
 from services.decode.job import Job, Phase
+from services.engine.choices import Choices
 from services.engine.engine import Engine
-from services.engine.seq import finish_reason
-from services.engine.specs import seq_spec
+from services.engine.seq import ends_with
+from services.engine.specs import choice_of, leader_of, parted_specs, seq_ids, seq_spec, tokens_of
 from services.engine.types import Reservation, SeqId, SeqOutput, SeqSpec, StepOutput
 from services.transfer import TransferReader
 from shared.errors import GrammarError, TransferError, TransferOver
 from shared.ids import BlockHash, BlockId, Incarnation, RequestId
 from shared.leases import Fence, Leases
-from shared.messages import DecodeTask, Finished, FinishReason, FirstToken, PrefillTask, RequestState, Tokens
+from shared.messages import DecodeTask, FirstToken, PrefillTask, RequestState, Tokens
 from shared.outbox import Ending, Outbox, Parcel
 from shared.tombstones import Tombstones
 from shared.worker_link import WorkerLink
@@ -82,18 +83,17 @@ class DecodeWorker:
         if state is None or self._tombstones.covers(task.request_id, task.epoch):
             self._start(self._refund, task.request_id, task.epoch, None)
             return
-        seq_id = SeqId(f"{task.request_id}/{task.epoch}/0")
+        seq_id = seq_ids(task.request_id, task.epoch, 1)[0]
         if seq_id in self._jobs:
             return  # the same task again
         self._supersede(task)
         fence = Fence(task.request_id, task.epoch, task.attempt)
-        job = Job(fence, seq_id, task, state)
+        job = Job(fence, seq_id, task, state, Choices.of(state, self._max_model_len))
         self._jobs[job.seq_id] = job
         self._by_request[task.request_id] = job.seq_id
         self.counts.requests += 1
-        output = state.output
-        if reason := finish_reason(state.request.sampling, output, len(state.token_ids), self._max_model_len):
-            self._finish(job, reason, len(output))
+        if job.choices.over:
+            self._finish(job)
         elif task.source is None:
             self.counts.computed_here += 1
             self._start(self._run_here, job)
@@ -165,20 +165,21 @@ class DecodeWorker:
         """Emit and account for what a step did."""
         parcel = Parcel()
         for item in output.outputs:
-            if job := self._jobs.get(item.seq_id):
-                self._emit(job, item, parcel)
+            choice = choice_of(item.seq_id)
+            if job := self._jobs.get(leader_of(item.seq_id) if choice else item.seq_id):
+                self._emit(job, choice, item, parcel)
         self.outbox.put(parcel)
         for seq_id, error in output.failed:
-            if job := self._jobs.get(seq_id):
+            if job := self._jobs.get(leader_of(seq_id)):
                 self._fail(job, error)
 
-    def _emit(self, job: Job, item: SeqOutput, parcel: Parcel) -> None:
+    def _emit(self, job: Job, choice: int, item: SeqOutput, parcel: Parcel) -> None:
         job.num_cached_tokens = job.num_cached_tokens or item.num_cached_tokens
         fence = job.fence
-        tokens = Tokens(fence.request_id, fence.epoch, 0, item.index, item.token_ids, job.num_cached_tokens)
+        tokens = tokens_of(fence.request_id, fence.epoch, choice, item, job.num_cached_tokens)
         parcel.add(job.gateway, tokens, fence.attempt)
-        if item.finish is not None:
-            parcel.endings.append(self._ending(job, item.finish, item.index + len(item.token_ids)))
+        if job.choices.said(choice, item.index + len(item.token_ids), item.finish):
+            parcel.endings.append(self._ending(job))
             self._end(job, refund=False)
 
     # --- landing ---
@@ -221,20 +222,23 @@ class DecodeWorker:
         return fetched.first
 
     def _join(self, job: Job, first: FirstToken) -> None:
-        """Say the first token again (the gateway drops repeats), then run or end."""
+        """Say the first token of each choice again (the gateway drops repeats), then run or end."""
         self.counts.landed += 1
         job.num_cached_tokens = first.num_cached_tokens
         parcel = Parcel()
-        fence = job.fence
-        tokens = Tokens(fence.request_id, fence.epoch, 0, first.index, (first.token_id,), first.num_cached_tokens)
-        parcel.add(job.gateway, tokens, fence.attempt)
-        state, output = job.state, (*job.state.output, first.token_id)
-        reason = finish_reason(state.request.sampling, output, len(state.token_ids) + 1, self._max_model_len)
-        if reason is None:
+        fence, state, cached = job.fence, job.state, first.num_cached_tokens
+        total = len(state.token_ids) + 1
+        for choice, token in enumerate((first.token_id, *first.others)):
+            told = first.logprobs[choice : choice + 1]
+            tokens = Tokens(fence.request_id, fence.epoch, choice, first.index, (token,), cached, told)
+            parcel.add(job.gateway, tokens, fence.attempt)
+            reason = ends_with(state.request.sampling, token, first.index + 1, total, self._max_model_len)
+            job.choices.said(choice, first.index + 1, reason)
+        if not job.choices.over:
             job.phase = Phase.RUNNING
             self._engine.land(job.seq_id, first)
         else:
-            parcel.endings.append(self._ending(job, reason, len(output)))
+            parcel.endings.append(self._ending(job))
             self._end(job, refund=False)
             self._engine.drop(job.seq_id)
         self.outbox.put(parcel)
@@ -243,7 +247,8 @@ class DecodeWorker:
         """Compute the prompt on this worker."""
         if await self._prepare(job) and await self._accept(job):
             job.phase = Phase.RUNNING
-            self._engine.add(self._spec(job))
+            for spec in self._specs_here(job):
+                self._engine.add(spec)
             self._wake.set()
 
     async def _prepare(self, job: Job) -> bool:
@@ -267,19 +272,26 @@ class DecodeWorker:
         return job.held
 
     def _spec(self, job: Job) -> SeqSpec:
-        return seq_spec(job.state, job.seq_id, self._engine.block_size, credit_blocks=job.task.credit_blocks)
+        return seq_spec(job.state, job.seq_ids, self._engine.block_size, credit_blocks=job.task.credit_blocks)
+
+    def _specs_here(self, job: Job) -> list[SeqSpec]:
+        """One seq, or where several choices have said something already one for each that goes on."""
+        if not job.state.others:
+            return [self._spec(job)]
+        size, credit = self._engine.block_size, job.task.credit_blocks
+        return parted_specs(job.state, job.choices.open, job.seq_ids, size, credit)
 
     # --- endings ---
 
-    def _finish(self, job: Job, reason: FinishReason, num_output: int) -> None:
+    def _finish(self, job: Job) -> None:
         parcel = Parcel()
-        parcel.endings.append(self._ending(job, reason, num_output))
+        parcel.endings.append(self._ending(job))
         self.outbox.put(parcel)
         self._end(job, refund=False)
 
-    def _ending(self, job: Job, reason: FinishReason, num_output: int) -> Ending:
+    def _ending(self, job: Job) -> Ending:
         self.counts.finished += 1
-        finished = Finished(job.fence.request_id, job.fence.epoch, reason, num_output, job.num_cached_tokens)
+        finished = job.choices.finished(job.fence.request_id, job.fence.epoch, job.num_cached_tokens)
         return Ending(job.fence, job.gateway, finished, self._incarnation, job.prefill)
 
     def _fail(self, job: Job, error: str) -> None:
@@ -304,7 +316,8 @@ class DecodeWorker:
         if job.phase is Phase.LANDING:
             job.fetching.cancel()  # `_land` drops the reservation
         else:
-            self._engine.abort(job.seq_id)
+            for seq_id in job.seq_ids:
+                self._engine.abort(seq_id)
         if refund:
             self._start(self._refund, job.fence.request_id, job.fence.epoch, None)
         self._wake.set()

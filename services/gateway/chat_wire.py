@@ -1,10 +1,13 @@
 """The JSON of OpenAI's chat completions: text, reasoning and tool calls."""
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
 from services.gateway.answer import AnswerParser, AnswerShape, CallBegan, CallPart, Content, Piece, Reasoning
-from services.gateway.generation import Delta, Usage
+from services.gateway.answers import Answer
+from services.gateway.choice import Delta, Logged
+from services.gateway.generation import Usage
 from services.gateway.wire import BaseWire, usage_object
 
 
@@ -25,14 +28,17 @@ class ChatWire(BaseWire):
 
     def chunk(self, delta: Delta) -> bytes:
         """The finish reason has an event of its own, with an empty delta, as OpenAI sends it."""
+        logprobs = self._logprobs(delta.logged) if delta.logged else None
         if self._shape.is_plain:
-            events = self._delta(delta.choice, {"content": delta.text}) if delta.text else b""
+            text = {"content": delta.text}
+            events = self._delta(delta.choice, text, logprobs=logprobs) if delta.text or logprobs else b""
             return events + (self._delta(delta.choice, {}, delta.finish_reason) if delta.finish_reason else b"")
         parser = self._parsers.setdefault(delta.choice, AnswerParser(self._shape))
         pieces = parser.push(delta.text)
         if delta.finish_reason is not None:
             pieces += parser.finish()
-        events = b"".join(self._delta(delta.choice, self._part(delta.choice, piece)) for piece in pieces)
+        events = self._delta(delta.choice, {}, logprobs=logprobs) if logprobs else b""
+        events += b"".join(self._delta(delta.choice, self._part(delta.choice, piece)) for piece in pieces)
         if delta.finish_reason is not None:
             events += self._delta(delta.choice, {}, _reason(delta.finish_reason, parser))
         return events
@@ -40,10 +46,17 @@ class ChatWire(BaseWire):
     def usage_chunk(self, usage: Usage) -> bytes:
         return self._event(self._KIND, [], usage_object(usage))
 
-    def whole(self, texts: list[str], reasons: list[str], usage: Usage) -> bytes:
-        pairs = zip(texts, reasons, strict=True)
-        choices = [self._choice(i, text, reason) for i, (text, reason) in enumerate(pairs)]
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        choices = [
+            self._choice(i, answer.text, answer.reason) | {"logprobs": self._logprobs(answer.logged)}
+            for i, answer in enumerate(answers)
+        ]
+        if self.writer is not None and answers[0].prompt_logprobs is not None:
+            self._head |= self.writer.prompt_of(0, answers[0].prompt_logprobs)
         return self._whole("chat.completion", choices, usage)
+
+    def _logprobs(self, logged: Sequence[Logged]) -> dict[str, Any] | None:
+        return self.writer.chat(logged) if self.writer is not None and self.writer.is_on else None
 
     def _choice(self, index: int, text: str, reason: str) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
@@ -88,8 +101,11 @@ class ChatWire(BaseWire):
         """A function of the response, so that an answer which is written again says the same."""
         return "call_" + blake2b(f"{self._id}/{choice}/{index}".encode(), digest_size=12).hexdigest()
 
-    def _delta(self, index: int, delta: dict[str, Any], reason: str | None = None) -> bytes:
-        return self._event(self._KIND, [{"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}])
+    def _delta(
+        self, index: int, delta: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return self._event(self._KIND, [choice])
 
 
 def _reason(reason: str, parser: AnswerParser) -> str:

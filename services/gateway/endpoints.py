@@ -12,14 +12,16 @@ import structlog
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
+from services.gateway.answers import Answer, best, empty_answers
 from services.gateway.body import ClientDisconnect, read_json
 from services.gateway.chat import ChatReader, read_options
 from services.gateway.chat_wire import ChatWire
 from services.gateway.errors import ApiError, bad_field, error_response, internal
 from services.gateway.fields import Fields
 from services.gateway.gate import Caller, caller_of
-from services.gateway.generation import EndpointName, Generation, Services
+from services.gateway.generation import EndpointName, Generation, Services, Usage
 from services.gateway.grammar_check import GrammarChecker
+from services.gateway.logprobs import LogprobWriter
 from services.gateway.messages import read_messages
 from services.gateway.params import Params, check_model, read_params
 from services.gateway.prepare import Preparer, live_limits
@@ -77,6 +79,10 @@ class Prepared:
         """What all of it may take, prompts and answers."""
         return sum(len(r.token_ids) + r.num_choices * r.sampling.max_tokens for r in self.requests)
 
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        """The response that is not streamed."""
+        return self.wire.whole(best(answers, self.params.n, self.params.best_of), usage)
+
 
 @dataclass(frozen=True, slots=True)
 class _Question:
@@ -94,6 +100,7 @@ class Endpoint(ABC):
 
     name: ClassVar[EndpointName]
     id_prefix: ClassVar[str]
+    is_chat: ClassVar[bool] = True
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -110,7 +117,7 @@ class Endpoint(ABC):
         :raises ApiError: one is wrong or missing.
         """
         check_model(fields, self._parts.model_name)
-        read_params(fields)
+        read_params(fields, chat=self.is_chat)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_at = self._parts.services.clock.now()
@@ -160,7 +167,7 @@ class Endpoint(ABC):
         async with Generation(
             self._parts.services,
             prepared.requests,
-            params.stop,
+            params.shown,
             endpoint=self.name,
             stream=params.stream,
             arrived_at=arrived_at,
@@ -169,7 +176,7 @@ class Endpoint(ABC):
                 if params.stream:
                     await _stream(generation, wire, params, reply)
                     return
-                body = await _whole(generation, wire)
+                body = await _whole(generation, prepared)
             finally:
                 caller.used_tokens = generation.usage.num_tokens
         await reply.whole(200, _JSON_HEADERS, body)
@@ -185,7 +192,7 @@ class Endpoint(ABC):
         """
         parts = self._parts
         check_model(fields, parts.model_name)
-        params = read_params(fields)
+        params = read_params(fields, chat=self.is_chat)
         limits = await live_limits(parts.services.port)
         preparer = parts.preparer.for_tenant(tenant)
         asked = self._question(fields, params)
@@ -195,8 +202,14 @@ class Endpoint(ABC):
         default = self._default_max_tokens()
         grammar = "" if asked.grammar is None else await parts.grammars.check(asked.grammar)
         requests = preparer.requests(response_id, prompts, params, limits, default, randomness, grammar)
-        created = int(parts.services.clock.wall())
-        return Prepared(requests, params, asked.wire(response_id, created, parts.model_name, params.include_usage))
+        created, wanted = int(parts.services.clock.wall()), fields.get("prompt_logprobs") not in (None, False)
+        wire = asked.wire(response_id, created, parts.model_name, params.include_usage)
+        wire.writer = LogprobWriter(
+            parts.services.tokenizer,
+            is_on=params.wants_logprobs,
+            prompts=[r.token_ids for r in requests for _ in range(r.num_choices)] if wanted else (),
+        )
+        return Prepared(requests, params, wire)
 
     async def _refuse(self, error: ApiError, reply: "_Reply", scope: Scope, receive: Receive) -> None:
         """An HTTP error, or once the answer has begun an `error` event and the end, without [DONE]."""
@@ -215,6 +228,7 @@ class Endpoint(ABC):
 class CompletionsEndpoint(Endpoint):
     name = "completions"
     id_prefix = "cmpl"
+    is_chat = False
 
     def _question(self, fields: Fields, params: Params) -> _Question:
         for name in CHAT_FIELDS:
@@ -307,14 +321,12 @@ async def _stream(generation: Generation, wire: Wire, params: Params, reply: _Re
     await reply.end()
 
 
-async def _whole(generation: Generation, wire: Wire) -> bytes:
-    texts: list[list[str]] = [[] for _ in range(generation.num_choices)]
-    reasons = [""] * generation.num_choices
+async def _whole(generation: Generation, prepared: Prepared) -> bytes:
+    answers = empty_answers(prepared.requests)
     while deltas := await generation.read():
         for delta in deltas:
-            texts[delta.choice].append(delta.text)
-            reasons[delta.choice] = delta.finish_reason or reasons[delta.choice]
-    return wire.whole(["".join(parts) for parts in texts], reasons, generation.usage)
+            answers[delta.choice].add(delta)
+    return prepared.whole(answers, generation.usage)
 
 
 async def _cancel_when_gone(receive: Receive, work: anyio.CancelScope) -> None:

@@ -34,8 +34,9 @@ class SchemaFields(Fields):
             self._required.append(name)
         return None
 
-    def integer(self, name: str, low: int, high: int) -> int | None:
-        self._properties[name] = {"type": ["integer", "null"], "minimum": low, "maximum": high}
+    def integer(self, name: str, low: int, high: int, *, off: Any = None) -> int | None:
+        schema: dict[str, Any] = {"type": ["integer", "null"], "minimum": low, "maximum": high}
+        self._properties[name] = schema if off is None else {"anyOf": [schema, {"const": off}]}
         return None
 
     def number(self, name: str, low: float, high: float, *, above_low: bool = False) -> float | None:
@@ -43,9 +44,9 @@ class SchemaFields(Fields):
         self._properties[name] = {"type": ["number", "null"], lowest: low, "maximum": high}
         return None
 
-    def boolean(self, name: str) -> bool:
+    def boolean(self, name: str, *, default: bool = False) -> bool:
         self._properties[name] = {"type": ["boolean", "null"]}
-        return False
+        return default
 
     def text(self, name: str) -> str | None:
         self._properties[name] = {"type": ["string", "null"]}

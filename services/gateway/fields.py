@@ -24,9 +24,10 @@ class Fields:
         """
         return self.raw.get(name)
 
-    def integer(self, name: str, low: int, high: int) -> int | None:
+    def integer(self, name: str, low: int, high: int, *, off: Any = None) -> int | None:
+        """None if absent. :param off: a value that means the same as null."""
         value = self.get(name)
-        if value is None:
+        if value is None or (off is not None and value is off):
             return None
         if type(value) is not int:  # a bool is no integer here
             raise bad_field(self.path(name), f"{self.path(name)} must be an integer.")
@@ -43,10 +44,10 @@ class Fields:
             raise bad_field(self.path(name), f"{self.path(name)} must be above {low}.")
         return float(_in_range(self.path(name), value, low, high))
 
-    def boolean(self, name: str) -> bool:
+    def boolean(self, name: str, *, default: bool = False) -> bool:
         value = self.get(name)
         if value is None:
-            return False
+            return default
         if type(value) is not bool:
             raise bad_field(self.path(name), f"{self.path(name)} must be true or false.")
         return value

@@ -3,32 +3,21 @@
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
 
 import anyio
 import structlog
 
+from services.gateway.choice import Choice, Delta, Shown
 from services.gateway.errors import ApiError, bus_lost, internal, queue_full, server_refused
 from services.gateway.mailbox import Item, Mailbox
 from services.gateway.ports import Admission, EndpointName, Observer, RequestPort, RequestSummary
-from services.gateway.stop_strings import StopMatcher
 from services.gateway.streams import RequestStream, Streams
 from shared.clock import Clock
 from shared.errors import BusError
-from shared.messages import Finished, FinishReason, GenerateRequest
+from shared.messages import Finished, GenerateRequest, TokenLogprobs
 from shared.tokenizer import Tokenizer
 
 log = structlog.get_logger("gateway")
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """New text of one choice and the tokens that it came with; with a reason, the choice's last."""
-
-    choice: int
-    text: str
-    finish_reason: Literal["stop", "length"] | None = None
-    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,42 +42,20 @@ class Services:
     observer: Observer
 
 
-class _Choice:
-    """One prompt's answer: tokens in, text out, and what will be said of it."""
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """One prompt: a request of one or more choices."""
 
-    def __init__(self, request: GenerateRequest, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self.request = request
-        self.reason: FinishReason | None = None
-        self.num_output_tokens = 0
-        self.num_cached_tokens: int | None = None
-        self.stream: RequestStream | None = None
-        self.admit_s: float | None = None  # set once admitted
-        self._hidden = frozenset(request.sampling.stop_token_ids)
-        self._text = tokenizer.detokenizer()
-        self._stops = StopMatcher(stops)
+    request: GenerateRequest
+    choices: list[Choice]
+    stream: RequestStream | None = None
+    admit_s: float | None = None  # set once admitted
+    num_cached_tokens: int | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Text to show. Sets `reason` on a stop string; tokens beyond it do not count."""
-        shown: list[str] = []
-        for token_id in token_ids:
-            self.num_output_tokens += 1
-            if token_id in self._hidden:
-                continue
-            text, hit = self._stops.push(self._text.push(token_id))
-            shown.append(text)
-            if hit:
-                self.reason = "stop"
-                break
-        return "".join(shown)
-
-    def finish(self, event: Finished) -> str:
-        """The last text: what was held back. Sets `reason`."""
-        self.reason = event.reason
-        self.num_cached_tokens = event.num_cached_tokens
-        text, hit = self._stops.push(self._text.flush())
-        if hit:
-            self.reason = "stop"
-        return text if hit else text + self._stops.flush()
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(choice.num_output_tokens for choice in self.choices)
 
 
 Admit = Callable[[GenerateRequest], Awaitable[Admission]]
@@ -105,7 +72,7 @@ class Generation:
         self,
         services: Services,
         requests: Sequence[GenerateRequest],
-        stops: Sequence[str],
+        shown: Shown,
         *,
         endpoint: EndpointName,
         stream: bool,
@@ -116,7 +83,16 @@ class Generation:
         self._services = services
         self._admit_by = durable_by or services.port.admit
         self._durable = durable_by is not None
-        self._choices = [_Choice(request, services.tokenizer, stops) for request in requests]
+        self._asked: list[_Asked] = []
+        self._of_choice: list[_Asked] = []  # by index in the response
+        self._choices: list[Choice] = []
+        for request in requests:
+            first = len(self._choices)
+            choices = [Choice(request, i, first + i, services.tokenizer, shown) for i in range(request.num_choices)]
+            self._asked.append(_Asked(request, choices))
+            self._of_choice += [self._asked[-1]] * len(choices)
+            self._choices += choices
+        self._eager = shown.logprobs or self._durable  # a delta for tokens without text as well
         self._endpoint: EndpointName = endpoint
         self._stream = stream
         self._arrived_at = arrived_at
@@ -129,8 +105,8 @@ class Generation:
     async def __aenter__(self) -> "Generation":
         """:raises ApiError: 429 the queue is full, 503 it cannot be reached."""
         try:
-            for i, choice in enumerate(self._choices):
-                await self._admit(i, choice)
+            for asked in self._asked:
+                await self._admit(asked)
         except BaseException:
             self._close()
             raise
@@ -148,9 +124,9 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Complete once `read` has given an empty list."""
-        cached = [c.num_cached_tokens for c in self._choices]
+        cached = [a.num_cached_tokens for a in self._asked]
         return Usage(
-            num_prompt_tokens=sum(len(c.request.token_ids) for c in self._choices),
+            num_prompt_tokens=sum(len(a.request.token_ids) for a in self._asked),
             num_output_tokens=sum(c.num_output_tokens for c in self._choices),
             num_cached_tokens=None if None in cached else sum(c for c in cached if c is not None),
         )
@@ -175,10 +151,13 @@ class Generation:
         """Let leaving cancel what still runs, although the generation is durable."""
         self._durable, self._gone = False, reason
 
-    async def _admit(self, index: int, choice: _Choice) -> None:
-        services, request = self._services, choice.request
-        choice.stream = services.streams.open(request.request_id, index, self._mailbox, self._arrived_at)
-        choice.stream.durable = self._durable
+    async def _admit(self, asked: _Asked) -> None:
+        services, request = self._services, asked.request
+        first = asked.choices[0].index
+        asked.stream = services.streams.open(
+            request.request_id, first, self._mailbox, self._arrived_at, request.num_choices
+        )
+        asked.stream.durable = self._durable
         # Shielded: a half-sent admission could reach the queue after the cancel that follows it.
         answer: Admission | None = None
         try:
@@ -187,59 +166,64 @@ class Generation:
         except BusError:
             raise bus_lost() from None  # it may have been admitted all the same: closing cancels it
         if answer == "full":
-            choice.stream.ended_upstream = True
+            asked.stream.ended_upstream = True
             self._gone = "sibling refused"
             raise queue_full()
         # The id is 128 random bits, so a duplicate is this same admission, sent twice over a lost connection.
-        choice.stream.request = request
-        choice.admit_s = services.clock.now() - self._arrived_at
+        asked.stream.request = request
+        asked.admit_s = services.clock.now() - self._arrived_at
         services.observer.admitted(len(request.token_ids))
 
-    def _delta(self, item: Item, choice: _Choice) -> Delta | None:
-        if item.finished is None:
-            before = choice.num_output_tokens
-            text = choice.push(item.token_ids)
-            token_ids = tuple(item.token_ids[: choice.num_output_tokens - before])
-            if choice.reason is not None:
-                assert choice.stream is not None
-                choice.num_cached_tokens = choice.stream.num_cached_tokens
-                self._services.streams.close(choice.stream, cancel="stop string")
-                return Delta(item.choice, text, "stop", token_ids)
-            return Delta(item.choice, text, None, token_ids) if text or self._durable else None
-        text = choice.finish(item.finished)
-        if choice.reason in ("stop", "length"):
-            return Delta(item.choice, text, choice.reason)
-        self._fail(item.finished, choice)
-        return Delta(item.choice, text) if text else None
+    def _delta(self, item: Item, choice: Choice) -> Delta | None:
+        asked = self._of_choice[item.choice]
+        asked.prompt_logprobs = item.prompt_logprobs or asked.prompt_logprobs
+        if item.finished is not None:
+            return self._last_delta(item.finished, asked, choice)
+        delta = choice.push(item.token_ids, item.logprobs, asked.prompt_logprobs)
+        if choice.reason is not None and all(one.reason is not None for one in asked.choices):
+            assert asked.stream is not None
+            asked.num_cached_tokens = asked.stream.num_cached_tokens
+            self._services.streams.close(
+                asked.stream, cancel="stop string" if any(c.is_cut for c in asked.choices) else ""
+            )
+        return delta if delta.text or delta.finish_reason or delta.logged or self._eager else None
 
-    def _fail(self, finished: Finished, choice: _Choice) -> None:
+    def _last_delta(self, finished: Finished, asked: _Asked, choice: Choice) -> Delta | None:
+        asked.num_cached_tokens = finished.num_cached_tokens
+        delta = choice.finish(finished)
+        if delta.finish_reason is not None:
+            return delta
+        self._fail(finished, asked)
+        return delta if delta.text else None
+
+    def _fail(self, finished: Finished, asked: _Asked) -> None:
         if self._failure is not None:
             return
         self._failure, self.failed_by = _failure(finished), finished
-        assert choice.stream is not None
-        self.lost = not choice.stream.ended_upstream or finished.reason == "cancelled"
+        assert asked.stream is not None
+        self.lost = not asked.stream.ended_upstream or finished.reason == "cancelled"
         if not self.lost or not self._durable:
             self.abandon((finished.reason == "cancelled" and finished.error) or "sibling failed")
 
     def _close(self) -> None:
-        for choice in self._choices:
-            if choice.stream is None:
+        for asked in self._asked:
+            if asked.stream is None:
                 continue
-            self._services.streams.close(choice.stream, cancel="" if self._durable else self._gone)
-            if choice.admit_s is not None:
-                self._report(choice, choice.stream, choice.admit_s)
-            choice.stream = None
+            self._services.streams.close(asked.stream, cancel="" if self._durable else self._gone)
+            if asked.admit_s is not None:
+                self._report(asked, asked.stream, asked.admit_s)
+            asked.stream = None
 
-    def _report(self, choice: _Choice, stream: RequestStream, admit_s: float) -> None:
+    def _report(self, asked: _Asked, stream: RequestStream, admit_s: float) -> None:
         timing = stream.timing
         summary = RequestSummary(
-            request_id=choice.request.request_id,
+            request_id=asked.request.request_id,
             endpoint=self._endpoint,
             stream=self._stream,
-            reason=choice.reason or "cancelled",
-            num_prompt_tokens=len(choice.request.token_ids),
-            num_output_tokens=choice.num_output_tokens,
-            num_cached_tokens=choice.num_cached_tokens or 0,
+            reason=asked.choices[0].reason or "cancelled",
+            num_prompt_tokens=len(asked.request.token_ids),
+            num_output_tokens=asked.num_output_tokens,
+            num_cached_tokens=asked.num_cached_tokens or 0,
             admit_s=admit_s,
             ttft_s=None if timing.first_at is None else timing.first_at - self._arrived_at,
             tpot_s=timing.tpot_s,

@@ -86,7 +86,7 @@ class Keeper:
     async def _readmit(self, stream: RequestStream) -> None:
         assert stream.request is not None
         epoch = stream.epoch + 1
-        answer = await self._registry.readmit(stream.request, epoch, stream.token_ids)
+        answer = await self._registry.readmit(stream.request, epoch, *stream.outputs)
         if answer != "full":  # a duplicate is this same admission, sent twice
             stream.epoch = max(stream.epoch, epoch)  # whoever worked on it before is not believed any more
             self.num_readmitted += 1

@@ -1,10 +1,11 @@
 """What one HTTP request has received and not yet written: bounded, and never in the way of others."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import anyio
 
-from shared.messages import Finished
+from shared.messages import Finished, TokenLogprobs
 
 MAX_ITEMS = 32
 """Items kept apart; beyond, a slow client's tokens are merged into the last item of their choice."""
@@ -17,6 +18,8 @@ class Item:
     choice: int
     token_ids: list[int] = field(default_factory=list)
     finished: Finished | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the tokens, if they were asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Mailbox:
@@ -35,12 +38,19 @@ class Mailbox:
     def __len__(self) -> int:
         return len(self._items)
 
-    def put(self, choice: int, token_ids: list[int]) -> None:
+    def put(
+        self,
+        choice: int,
+        token_ids: list[int],
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> None:
         last = self._last.get(choice)
         if last is not None and len(self._items) >= self._max_items:
             last.token_ids.extend(token_ids)
+            last.logprobs.extend(logprobs)
             return
-        self._append(Item(choice, list(token_ids)))
+        self._append(Item(choice, list(token_ids), None, list(logprobs), prompt_logprobs))
 
     def finish(self, choice: int, finished: Finished) -> None:
         self._append(Item(choice, finished=finished))

@@ -1,16 +1,19 @@
 """The parameters that both endpoints share, and the ones that are refused because this server would ignore
 them and so give another answer than was asked for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from services.gateway.choice import Shown
 from services.gateway.errors import ApiError, bad_field
 from services.gateway.fields import Fields, checked_text
+from services.gateway.output_params import Changes, read_changes, read_choices, read_shown, wants_logprobs
 from services.gateway.structured import GrammarAsk, read_grammar
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 _INT64 = 2**63
+_PRIORITIES = 1000
 _ONE_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 STOP_SCHEMA = {"anyOf": [_ONE_STOP, {"type": "array", "items": _ONE_STOP, "maxItems": MAX_STOPS}]}
 
@@ -18,21 +21,12 @@ _OFF: tuple[Any, ...] = (False, 0, [], {}, "")
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
-            "presence_penalty",
-            "frequency_penalty",
-            "min_p",
             "typical_p",
-            "min_tokens",
-            "top_logprobs",
-            "echo",
             "suffix",
-            "logit_bias",
             "functions",
             "bad_words",
-            "stop_token_ids",
             "documents",
             "use_beam_search",
-            "include_stop_str_in_output",
             "return_token_ids",
             "return_tokens_as_token_ids",
             "prompt_embeds",
@@ -42,7 +36,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(
         (
-            "prompt_logprobs",
             "allowed_token_ids",
             "audio",
             "prediction",
@@ -57,14 +50,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         ),
         (False, [], {}, ""),
     ),
-    "logprobs": (False,),  # 0 asks for the sampled token's own
-    "n": (1,),
-    "best_of": (1,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
 }
 """Field -> the values (beside null) with which it changes nothing."""
@@ -74,7 +62,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 class Params:
     """What a client asked for, checked; the model's limits are not applied yet."""
 
-    max_tokens: int | None
+    max_tokens: int | None  # 0: only the prompt is asked about
     temperature: float
     top_p: float
     top_k: int
@@ -83,6 +71,12 @@ class Params:
     ignore_eos: bool
     stream: bool
     include_usage: bool
+    n: int = 1
+    best_of: int = 1  # so many are generated, and the n best are the answer
+    changes: Changes = field(default_factory=Changes)
+    shown: Shown = field(default_factory=Shown)
+    priority: int = 0
+    wants_logprobs: bool = False
     grammar: GrammarAsk | None = None
 
 
@@ -92,8 +86,6 @@ def refuse_unsupported(fields: Fields) -> None:
         harmless = REFUSED.get(name)
         if value is None or harmless is None or any(same_json(value, other) for other in harmless):
             continue
-        if name == "n":
-            raise bad_field(name, "n must be 1: several choices for one prompt are not supported.", "unsupported")
         raise bad_field(name, f"{name} is not supported by this server.", "unsupported")
 
 
@@ -102,26 +94,36 @@ def same_json(a: Any, b: Any) -> bool:
     return a == b and (type(a) is bool) == (type(b) is bool)
 
 
-def read_params(fields: Fields) -> Params:
+def read_params(fields: Fields, *, chat: bool) -> Params:
     """:raises ApiError: 400 that names the first field which is wrong."""
     refuse_unsupported(fields)
-    max_tokens = fields.integer("max_tokens", 1, _INT64 - 1)
+    max_tokens = fields.integer("max_tokens", 1 if chat else 0, _INT64 - 1)
     max_completion_tokens = fields.integer("max_completion_tokens", 1, _INT64 - 1)
     temperature = fields.number("temperature", 0, 2)
     top_p = fields.number("top_p", 0, 1, above_low=True)
     top_k = fields.integer("top_k", -1, 2**31 - 1)  # -1 and 0: off
     seed = fields.integer("seed", -_INT64, _INT64 - 1)
     stream = fields.boolean("stream")
+    if max_completion_tokens is not None:
+        max_tokens = max_completion_tokens
+    n, best_of = read_choices(fields, chat=chat, stream=stream)
+    stop = _stop(fields)
     return Params(
-        max_tokens=max_tokens if max_completion_tokens is None else max_completion_tokens,
+        max_tokens=max_tokens,
         temperature=1.0 if temperature is None else temperature,
         top_p=1.0 if top_p is None else top_p,
         top_k=max(top_k or 0, 0),
         seed=None if seed is None else seed % _INT64,
-        stop=_stop(fields),
+        stop=stop,
         ignore_eos=fields.boolean("ignore_eos"),
         stream=stream,
         include_usage=_include_usage(fields, stream),
+        n=n,
+        best_of=best_of,
+        changes=read_changes(fields, chat=chat, scored=best_of > n),
+        shown=read_shown(fields, stop, chat=chat, prompt_only=max_tokens == 0, scored=best_of > n),
+        wants_logprobs=wants_logprobs(fields),
+        priority=fields.integer("priority", -_PRIORITIES, _PRIORITIES) or 0,
         grammar=read_grammar(fields),
     )
 

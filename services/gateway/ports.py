@@ -50,8 +50,8 @@ class Registry(Protocol):
         """Whether each waits for a worker, aligned."""
         ...
 
-    async def readmit(self, request: GenerateRequest, epoch: int, output: Sequence[int]) -> Admission:
-        """Queue a lost request again, with the tokens already sent."""
+    async def readmit(self, request: GenerateRequest, epoch: int, *outputs: Sequence[int]) -> Admission:
+        """Queue a lost request again, with the tokens already sent, by choice."""
         ...
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from services.gateway.body import OFFLOAD_BYTES
 from services.gateway.errors import ApiError, bad_field, bus_lost, no_worker
+from services.gateway.output_params import Changes
 from services.gateway.params import Params
 from services.gateway.ports import RequestPort
 from services.gateway.prompts import Prompt
@@ -105,7 +106,9 @@ class Preparer:
         :param randomness: where seeds come from that the client left out; None: anywhere.
         :raises ApiError: 400, prompt and `max_tokens` do not fit together.
         """
+        changes = params.changes
         ends = () if params.ignore_eos else self._tokenizer.end_token_ids
+        self._check_ids(changes)
         out: list[GenerateRequest] = []
         for i, prompt in enumerate(prompts):
             seed = (randomness or self._randomness).integer() if params.seed is None else params.seed
@@ -123,12 +126,31 @@ class Preparer:
                         top_p=params.top_p,
                         top_k=params.top_k,
                         seed=seed,
-                        stop_token_ids=ends,
+                        stop_token_ids=tuple(dict.fromkeys((*ends, *changes.stop_token_ids))),
+                        min_tokens=changes.min_tokens,
+                        min_p=changes.min_p,
+                        presence_penalty=changes.presence_penalty,
+                        frequency_penalty=changes.frequency_penalty,
+                        repetition_penalty=changes.repetition_penalty,
+                        logit_bias=changes.logit_bias,
+                        logprobs=changes.logprobs,
+                        prompt_logprobs=changes.prompt_logprobs,
                         grammar=grammar,
                     ),
+                    priority=params.priority,
+                    num_choices=params.best_of,
                 )
             )
         return out
+
+    def _check_ids(self, changes: Changes) -> None:
+        size = self._tokenizer.vocab_size
+        for name, ids in (
+            ("logit_bias", [token for token, _ in changes.logit_bias]),
+            ("stop_token_ids", changes.stop_token_ids),
+        ):
+            if any(token >= size for token in ids):
+                raise bad_field(name, f"{name}: token ids must be between 0 and {size - 1}.")
 
     def _tokens(self, prompts: Sequence[Prompt], limits: Limits, param: str, special: bool) -> list[PromptTokens]:
         return [self._one(prompt, limits, param, special) for prompt in prompts]
@@ -168,6 +190,7 @@ def _fit(num_prompt_tokens: int, max_tokens: int | None, limits: Limits, default
     room = limits.max_model_len - num_prompt_tokens
     if max_tokens is None:
         return min(default, room)
+    max_tokens = max(1, max_tokens)  # one is generated even where none is shown
     if max_tokens > room:
         raise _overflow(
             "max_tokens", limits, f"the prompt has {num_prompt_tokens} and max_tokens asks for {max_tokens}"

@@ -6,7 +6,7 @@ an attempt replays the token log from its start and writes only what the result 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
 
@@ -14,11 +14,14 @@ import anyio
 import msgspec
 import structlog
 
+from services.gateway.answers import empty_answers
 from services.gateway.body import decode_object
+from services.gateway.choice import Delta
 from services.gateway.endpoints import Endpoint, Parts, Prepared
 from services.gateway.errors import ApiError, bad_field, internal
 from services.gateway.fields import Fields
-from services.gateway.generation import Delta, Generation
+from services.gateway.generation import Generation
+from services.gateway.params import Params
 from services.gateway.ports import Admission
 from shared.errors import BusError
 from shared.ids import RequestId
@@ -101,16 +104,12 @@ class _Text:
 
     num_tokens: int = 0
     chars: int = 0
-    parts: list[str] = field(default_factory=list)
-    reason: str = ""
 
     def item(self, delta: Delta, out_tokens: int, out_chars: int) -> ResultItem | None:
         """Take in a delta; what of it is not out yet."""
         first, chars_before = self.num_tokens, self.chars
         self.num_tokens += len(delta.token_ids)
         self.chars += len(delta.text)
-        self.parts.append(delta.text)
-        self.reason = delta.finish_reason or self.reason
         if self.num_tokens <= out_tokens and self.chars <= out_chars:
             return None
         offset = min(max(first, out_tokens), self.num_tokens)
@@ -248,6 +247,7 @@ class QueueJob:
                     seed = int.from_bytes(blake2b(self.submission.name.encode(), digest_size=8).digest(), "little")
                     s = self.submission
                     self._prepared = await endpoint.prepare(fields, s.name, SeededRandomness(seed), s.tenant)
+                _refuse_logprobs(self._prepared.params)
                 return await self._generate(endpoint, self._prepared, progress)
             except ApiError as exc:
                 if exc.retry_after_s is None:
@@ -260,24 +260,26 @@ class QueueJob:
         generation = Generation(
             self._shared.parts.services,
             prepared.requests,
-            prepared.params.stop,
+            prepared.params.shown,
             endpoint=endpoint.name,
             stream=True,
             arrived_at=self._arrived_at,
             durable_by=self._admit,
         )
         async with generation:
-            texts = [_Text() for _ in prepared.requests]
+            texts = [_Text() for _ in range(generation.num_choices)]
+            answers = empty_answers(prepared.requests)
             try:
                 while deltas := await generation.read():
+                    for delta in deltas:
+                        answers[delta.choice].add(delta)
                     await self._write(deltas, texts, progress)
             except ApiError as exc:
                 failed = generation.failed_by
                 if failed is None or generation.lost:
                     raise _Again(failed.error if failed else str(exc)) from None
                 raise _Dead(failed.error or failed.reason, exc) from None
-            whole = ["".join(text.parts) for text in texts]
-            return prepared.wire.whole(whole, [text.reason for text in texts], generation.usage)
+            return prepared.whole(answers, generation.usage)
 
     async def _write(self, deltas: Sequence[Delta], texts: Sequence[_Text], progress: Progress) -> None:
         found = (
@@ -307,6 +309,14 @@ class QueueJob:
                 raise BusError("redis does not know this gateway yet")  # the keeper greets, the job tries again
             if admitted != "duplicate":
                 return admitted
+
+
+def _refuse_logprobs(params: Params) -> None:
+    """Text is a function of the token log, by which another gateway may go on; log-probabilities are not in it."""
+    changes = params.changes
+    if changes.logprobs is not None or changes.prompt_logprobs is not None:
+        name = "best_of" if params.best_of > params.n else "logprobs"
+        raise bad_field(name, f"{name}: log-probabilities are not supported in submissions.", "unsupported")
 
 
 def _error(error: ApiError, dead: str = "") -> End:

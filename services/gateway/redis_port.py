@@ -41,8 +41,8 @@ class RedisRequestPort:
     async def admit(self, request: GenerateRequest) -> Admission:
         return await self._known(lambda: self._leases.admit(request, self._max_queued))
 
-    async def readmit(self, request: GenerateRequest, epoch: int, output: Sequence[int]) -> Admission:
-        return await self._known(lambda: self._leases.readmit(request, epoch, output))
+    async def readmit(self, request: GenerateRequest, epoch: int, *outputs: Sequence[int]) -> Admission:
+        return await self._known(lambda: self._leases.readmit(request, epoch, *outputs))
 
     async def greet(self) -> bool:
         return await self._roster.greet(self._incarnation)

@@ -1,12 +1,16 @@
 """The JSON of `/v1/responses`: one object, or OpenAI's typed events ("Streaming responses" in its reference)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from services.gateway.answers import Answer
+from services.gateway.choice import Delta
 from services.gateway.errors import ApiError
-from services.gateway.generation import Delta, Usage
+from services.gateway.generation import Usage
+from services.gateway.logprobs import LogprobWriter
 
 _encode = msgspec.json.Encoder().encode
 
@@ -31,6 +35,7 @@ class ResponsesWire:
     done = b""  # the last event says that it is the last
 
     def __init__(self, response_id: str, created: int, model: str, echo: Echo) -> None:
+        self.writer: LogprobWriter | None = None
         self._head: dict[str, Any] = {
             "id": response_id,
             "object": "response",
@@ -88,8 +93,8 @@ class ResponsesWire:
             )
         )
 
-    def whole(self, texts: list[str], reasons: list[str], usage: Usage) -> bytes:
-        return _encode(self._whole(texts[0], reasons[0], usage))
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        return _encode(self._whole(answers[0].text, answers[0].reason, usage))
 
     def error(self, error: ApiError) -> bytes:
         return self._event("error", code=error.code, message=error.message, param=error.param)

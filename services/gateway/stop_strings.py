@@ -11,8 +11,10 @@ from collections.abc import Sequence
 class StopMatcher:
     """One choice's matcher. Holds back text that may be the start of a stop string."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """:param include: the stop string itself may be shown."""
         assert all(stops)
+        self._include = include
         self._automata = [_Automaton(stop) for stop in stops]
         self._held = ""
 
@@ -26,7 +28,7 @@ class StopMatcher:
             hit = max(automaton.step(char) for automaton in self._automata)
             if hit:
                 self._held = ""
-                return pending[: end + 1 - hit], True
+                return pending[: end + 1 - (0 if self._include else hit)], True
         num_held = max(automaton.matched for automaton in self._automata)
         shown = len(pending) - num_held
         self._held = pending[shown:]

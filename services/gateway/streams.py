@@ -17,7 +17,7 @@ from services.gateway.ports import Observer, RequestPort
 from shared.clock import Clock
 from shared.errors import BatonError, StreamGap
 from shared.ids import RequestId
-from shared.messages import EpochRaised, Finished, GatewayMsg, GenerateRequest, Tokens
+from shared.messages import EpochRaised, Finished, GatewayMsg, GenerateRequest, TokenLogprobs, Tokens
 
 CANCEL_S = 2.0  # a try to cancel may take so long, at shutdown too; should it fail then, the reaper sees to the rest
 RETRY_S = 0.5  # pause after the bus failed
@@ -46,8 +46,15 @@ class RequestStream:
     """One request's tokens, in order and once. Open until a `Finished` was accepted or `fail` called."""
 
     def __init__(
-        self, request_id: RequestId, choice: int, mailbox: Mailbox, arrived_at: float, observer: Observer
+        self,
+        request_id: RequestId,
+        choice: int,
+        mailbox: Mailbox,
+        arrived_at: float,
+        observer: Observer,
+        num_choices: int = 1,
     ) -> None:
+        """:param choice: index of the request's first choice in the HTTP response."""
         self.request_id = request_id
         self.timing = Timing()
         self.is_open = True
@@ -55,9 +62,9 @@ class RequestStream:
         self.parked: list[GatewayMsg] | None = None  # a repair runs; later events wait here
         self.request: GenerateRequest | None = None  # once it is admitted
         self.durable = False  # it goes on without this gateway, and waits however long
-        self.token_ids: list[int] = []  # received
+        self.outputs: list[list[int]] = [[] for _ in range(num_choices)]  # tokens received, by choice
         self.epoch = 0
-        self._choice = choice  # in the HTTP response: the index of the prompt
+        self._choice = choice
         self._mailbox = mailbox
         self._arrived_at = arrived_at
         self._observer = observer
@@ -76,19 +83,29 @@ class RequestStream:
             case Tokens():
                 self._accept_tokens(event, now)
             case EpochRaised():
-                self._need(event.num_output_tokens)
+                self._need(event.num_output_tokens, *event.others)
             case Finished():
                 if event.reason in ("stop", "length"):
-                    self._need(event.num_output_tokens)
+                    self._need(event.num_output_tokens, *event.others)
                 self.ended_upstream = True
                 self._end(event)
 
-    def accept_log(self, token_ids: Sequence[int], now: float) -> None:
-        """Take in what the token log has beyond the tokens received so far."""
-        missing = list(token_ids[len(self.token_ids) :])
+    def accept_log(self, token_ids: Sequence[int], now: float, choice: int = 0) -> None:
+        """Take in what a choice's token log has beyond the tokens received so far. The log has no logprobs: a request
+        that wants them fails."""
+        missing = list(token_ids[len(self.outputs[choice]) :])
         if self.is_open and missing:
             self._observer.gap_repaired(len(missing))
-            self._take(missing, now)
+            sampling = self.request.sampling if self.request else None
+            if sampling and (sampling.logprobs is not None or sampling.prompt_logprobs is not None):
+                self.fail("log-probabilities were lost")
+                return
+            self._take(choice, missing, now)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of choice 0."""
+        return self.outputs[0]
 
     @property
     def arrived_at(self) -> float:
@@ -108,21 +125,30 @@ class RequestStream:
             self._end(Finished(self.request_id, self.epoch, "error", error=error))
 
     def _accept_tokens(self, event: Tokens, now: float) -> None:
-        if event.index > len(self.token_ids):
-            raise StreamGap(self.request_id, len(self.token_ids), event.index)
-        fresh = list(event.token_ids[len(self.token_ids) - event.index :])
+        have = len(self.outputs[event.choice])
+        if event.index > have:
+            raise StreamGap(self.request_id, have, event.index)
+        fresh = list(event.token_ids[have - event.index :])
         if not fresh:
             self._observer.dropped("repeat")
             return
         self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
-        self._take(fresh, now)
+        self._take(event.choice, fresh, now, event.logprobs[have - event.index :], event.prompt_logprobs)
 
-    def _need(self, num_output_tokens: int) -> None:
-        if num_output_tokens > len(self.token_ids):
-            raise StreamGap(self.request_id, len(self.token_ids), num_output_tokens)
+    def _need(self, *num_output_tokens: int) -> None:
+        for output, wanted in zip(self.outputs, num_output_tokens, strict=False):
+            if wanted > len(output):
+                raise StreamGap(self.request_id, len(output), wanted)
 
-    def _take(self, token_ids: list[int], now: float) -> None:
-        self.token_ids += token_ids
+    def _take(
+        self,
+        choice: int,
+        token_ids: list[int],
+        now: float,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> None:
+        self.outputs[choice] += token_ids
         timing = self.timing
         if timing.first_at is None or timing.last_at is None:
             timing.first_at = now
@@ -131,11 +157,12 @@ class RequestStream:
             self._observer.more_tokens(now - timing.last_at, len(token_ids))
         timing.last_at = now
         timing.num_tokens += len(token_ids)
-        self._mailbox.put(self._choice, token_ids)
+        self._mailbox.put(self._choice + choice, token_ids, logprobs, prompt_logprobs)
 
     def _end(self, finished: Finished) -> None:
         self.is_open = False
-        self._mailbox.finish(self._choice, finished)
+        for choice in range(len(self.outputs)):
+            self._mailbox.finish(self._choice + choice, finished)
 
 
 class Streams:
@@ -151,10 +178,12 @@ class Streams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(self, request_id: RequestId, choice: int, mailbox: Mailbox, arrived_at: float) -> RequestStream:
+    def open(
+        self, request_id: RequestId, choice: int, mailbox: Mailbox, arrived_at: float, num_choices: int = 1
+    ) -> RequestStream:
         """A stream for a request about to be admitted: open first, so that no event can be missed."""
         assert request_id not in self._streams
-        stream = RequestStream(request_id, choice, mailbox, arrived_at, self._observer)
+        stream = RequestStream(request_id, choice, mailbox, arrived_at, self._observer, num_choices)
         self._streams[request_id] = stream
         return stream
 
@@ -170,7 +199,7 @@ class Streams:
                 "tenant": s.request.tenant if s.request else "",
                 "epoch": s.epoch,
                 "num_prompt_tokens": len(s.request.token_ids) if s.request else 0,
-                "num_output_tokens": len(s.token_ids),
+                "num_output_tokens": sum(map(len, s.outputs)),
                 "gap": s.parked is not None,
             }
             for s in self._streams.values()
@@ -244,9 +273,10 @@ class Streams:
         """Fill a gap from the token log, then go on with what arrived meanwhile."""
         try:
             for _ in range(MAX_REPAIRS):
-                token_ids = await self._port.token_log(stream.request_id, 0)
+                logs = [await self._port.token_log(stream.request_id, c) for c in range(len(stream.outputs))]
                 now = self._clock.now()
-                stream.accept_log(token_ids, now)
+                for choice, token_ids in enumerate(logs):
+                    stream.accept_log(token_ids, now, choice)
                 if self._replay(stream, now):
                     return
             log.error("gap not repaired", request_id=stream.request_id)

@@ -1,11 +1,15 @@
 """The JSON of OpenAI's responses. Completions here, chats in `chat_wire.py`; both give bytes."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
 
+from services.gateway.answers import Answer
+from services.gateway.choice import Delta, Logged
 from services.gateway.errors import ApiError
-from services.gateway.generation import Delta, Usage
+from services.gateway.generation import Usage
+from services.gateway.logprobs import LogprobWriter
 
 encode_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
@@ -19,6 +23,8 @@ def sse(value: Any) -> bytes:
 class Wire(Protocol):
     """One response of an endpoint."""
 
+    writer: LogprobWriter | None  # of the log-probabilities that were asked for
+
     done: bytes  # what ends a stream that went well
 
     def first(self, num_choices: int) -> bytes:
@@ -31,7 +37,7 @@ class Wire(Protocol):
 
     def usage_chunk(self, usage: Usage) -> bytes: ...
 
-    def whole(self, texts: list[str], reasons: list[str], usage: Usage) -> bytes:
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         """The response that is not streamed."""
         ...
 
@@ -46,6 +52,7 @@ class BaseWire:
     def __init__(self, response_id: str, created: int, model: str, include_usage: bool) -> None:
         self._head: dict[str, Any] = {"id": response_id, "created": created, "model": model}
         self._include_usage = include_usage
+        self.writer: LogprobWriter | None = None
 
     def error(self, error: ApiError) -> bytes:
         return sse(error.body())
@@ -67,19 +74,27 @@ class CompletionWire(BaseWire):
         return b""
 
     def chunk(self, delta: Delta) -> bytes:
-        return self._event(self._KIND, [_completion_choice(delta.choice, delta.text, delta.finish_reason)])
+        choice = self._choice(delta.choice, delta.text, delta.logged, delta.finish_reason)
+        if self.writer is not None and delta.prompt_logprobs is not None:
+            choice |= self.writer.prompt_of(delta.choice, delta.prompt_logprobs)
+        return self._event(self._KIND, [choice])
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return self._event(self._KIND, [], usage_object(usage))
 
-    def whole(self, texts: list[str], reasons: list[str], usage: Usage) -> bytes:
-        pairs = zip(texts, reasons, strict=True)
-        choices = [_completion_choice(i, text, reason) for i, (text, reason) in enumerate(pairs)]
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        choices: list[dict[str, Any]] = []
+        for i, answer in enumerate(answers):
+            choice = self._choice(i, answer.text, answer.logged, answer.reason)
+            if self.writer is not None and answer.prompt_logprobs is not None:
+                choice |= self.writer.prompt_of(answer.index, answer.prompt_logprobs)
+            choices.append(choice)
         return self._whole(self._KIND, choices, usage)
 
-
-def _completion_choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+    def _choice(self, index: int, text: str, logged: Sequence[Logged], reason: str | None) -> dict[str, Any]:
+        wanted = self.writer is not None and self.writer.is_on and (logged or reason is not None)
+        logprobs = self.writer.completion(logged) if self.writer is not None and wanted else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

@@ -14,15 +14,15 @@ import anyio
 import anyio.abc
 import structlog
 
+from services.engine.choices import Choices
 from services.engine.engine import Engine
-from services.engine.seq import finish_reason
-from services.engine.specs import seq_spec
+from services.engine.specs import choice_of, leader_of, seq_ids, seq_spec, tokens_of
 from services.engine.types import Filled, SeqId, SeqOutput, StepOutput
 from services.transfer import Offer, TransferSource
 from shared.errors import GrammarError
 from shared.ids import BlockHash, Incarnation, RequestId
 from shared.leases import Fence, Leases
-from shared.messages import DecodeTask, Finished, PrefillTask, RequestState, Tokens
+from shared.messages import DecodeTask, PrefillTask, RequestState
 from shared.outbox import Ending, Outbox, Parcel
 from shared.tombstones import Tombstones
 from shared.worker_link import WorkerLink
@@ -39,6 +39,7 @@ class Job:
     state: RequestState
     reader: Incarnation
     offer: Offer
+    choices: Choices
     held: bool = False  # the lease is ours
     handed_on: bool = False  # decode has it: the offer lives only as long as its reader gives signs
     offered: bool = False  # first token out, waiting for the release
@@ -87,14 +88,16 @@ class PrefillWorker:
         assert isinstance(task, PrefillTask), "a decode task was sent to a prefill worker"
         if state is None or self._tombstones.covers(task.request_id, task.epoch):
             return
-        if finish_reason(state.request.sampling, state.output, len(state.token_ids), self._max_model_len):
+        choices = Choices.of(state, self._max_model_len)
+        if choices.over:
             return  # resumed after its last token: decode completes it
         if self._job(task.request_id, task.epoch) is not None:
             return  # the same task again
         self._supersede(task)
         fence = Fence(task.request_id, task.epoch, task.attempt)
         offer = self._source.open(task.request_id, task.epoch, task.attempt, task.reader)
-        job = Job(fence, SeqId(f"{task.request_id}/{task.epoch}/0"), state, task.reader, offer)
+        ids = seq_ids(task.request_id, task.epoch, state.request.num_choices)
+        job = Job(fence, ids[0], state, task.reader, offer, choices)
         self._jobs[job.seq_id] = job
         self._by_request[task.request_id] = job.seq_id
         self.counts.requests += 1
@@ -105,7 +108,8 @@ class PrefillWorker:
             self._add(job)
 
     def _add(self, job: Job) -> None:
-        self._engine.add(seq_spec(job.state, job.seq_id, self._engine.block_size, prefill_only=True))
+        ids = seq_ids(job.fence.request_id, job.fence.epoch, job.state.request.num_choices)
+        self._engine.add(seq_spec(job.state, ids, self._engine.block_size, prefill_only=True))
         self._wake.set()
 
     async def _prepare(self, job: Job) -> None:
@@ -184,8 +188,9 @@ class PrefillWorker:
                 self._announce(job, filled)
         parcel = Parcel()
         for item in output.outputs:
-            if job := self._jobs.get(item.seq_id):
-                self._first_token(job, item, parcel)
+            choice = choice_of(item.seq_id)
+            if job := self._jobs.get(item.seq_id if not choice else leader_of(item.seq_id)):
+                self._first_token(job, choice, item, parcel)
         for seq_id, error in output.failed:
             if job := self._jobs.get(seq_id):
                 self._fail(job, error)
@@ -206,15 +211,13 @@ class PrefillWorker:
         if filled.last is not None:
             job.offered = True
 
-    def _first_token(self, job: Job, item: SeqOutput, parcel: Parcel) -> None:
+    def _first_token(self, job: Job, choice: int, item: SeqOutput, parcel: Parcel) -> None:
         request, fence = job.state.request, job.fence
-        tokens = Tokens(fence.request_id, fence.epoch, 0, item.index, item.token_ids, item.num_cached_tokens)
-        parcel.add(request.gateway, tokens, fence.attempt)
-        if item.finish is None:
+        parcel.add(request.gateway, tokens_of(fence.request_id, fence.epoch, choice, item), fence.attempt)
+        if not job.choices.said(choice, item.index + len(item.token_ids), item.finish):
             return
         self.counts.finished_here += 1
-        num_output = item.index + len(item.token_ids)
-        finished = Finished(fence.request_id, fence.epoch, item.finish, num_output, item.num_cached_tokens)
+        finished = job.choices.finished(fence.request_id, fence.epoch, item.num_cached_tokens)
         parcel.endings.append(Ending(fence, request.gateway, finished, job.reader, self._incarnation))
         self._end(job, "the first token ended it")
 

@@ -24,6 +24,10 @@ class _InFlight:
     number: int | None = None  # of its confirmation, in order; None while Redis has not answered
     prefilled: bool = False  # decode has taken over, the prefill worker is done with it
 
+    def num_seqs_on(self, incarnation: Incarnation) -> int:
+        """A prompt is one seq, and its choices are one each."""
+        return self.placement.num_seqs if incarnation == self.placement.decode else 1
+
     def holders(self) -> tuple[Incarnation, ...]:
         p = self.placement
         return (p.decode,) if p.prefill is None or self.prefilled else (p.decode, p.prefill)
@@ -189,7 +193,7 @@ class Ledger:
     def _recount(self, incarnation: Incarnation, load: _Load) -> None:
         """Sum up over all requests: for a worker that comes into view again, and for `check`."""
         mine = [known for known in self._in_flight.values() if incarnation in known.holders()]
-        load.num_seqs = len(mine)
+        load.num_seqs = sum(k.num_seqs_on(incarnation) for k in mine)
         load.prefill_tokens = sum(k.placement.uncached_tokens for k in mine if self._computer(k) == incarnation)
 
     @staticmethod
@@ -200,7 +204,7 @@ class Ledger:
     def _count(self, known: _InFlight, sign: int) -> None:
         for incarnation in known.holders():
             if load := self._loads.get(incarnation):
-                load.num_seqs += sign
+                load.num_seqs += sign * known.num_seqs_on(incarnation)
         computer = self._computer(known)
         if computer is not None and (load := self._loads.get(computer)):
             load.prefill_tokens += sign * known.placement.uncached_tokens

@@ -32,7 +32,10 @@ class Demand:
     """What a request needs."""
 
     num_prompt_tokens: TokenCount  # prompt and the tokens already sent
-    max_new_tokens: TokenCount  # still to be generated, at most
+    max_new_tokens: TokenCount  # still to be generated, at most, by each choice
+    num_choices: int = 1
+    num_shared_tokens: int = 0  # of those of the prompt: their full blocks serve all choices
+    may_hand_off: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class Placement:
     prefill: Incarnation | None  # None: decode computes the prompt itself
     credit_blocks: BlockCount
     uncached_tokens: TokenCount  # that whoever computes the prompt will have to compute
+    num_seqs: int = 1  # on decode: one for each choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +93,15 @@ def place(
         return None
     decode = _pick_decode(demand, roomy, hits)
     prefill = None
-    if uncached_tokens(demand, decode, hits) >= config.min_handoff_tokens and demand.max_new_tokens > 0:
+    worth_it = uncached_tokens(demand, decode, hits) >= config.min_handoff_tokens and demand.max_new_tokens > 0
+    if worth_it and demand.may_hand_off:
         prefill = _pick_prefill(demand, (c for c in candidates if _is_pair(c, decode)), hits)
     return Placement(
         decode=decode.incarnation,
         prefill=prefill.incarnation if prefill else None,
         credit_blocks=credit_blocks(demand, decode, config),
         uncached_tokens=uncached_tokens(demand, prefill or decode, hits),
+        num_seqs=demand.num_choices,
     )
 
 
@@ -105,9 +111,12 @@ def num_blocks_of(tokens: int, block_size: int) -> BlockCount:
 
 
 def credit_blocks(demand: Demand, worker: Candidate, config: SchedulerConfig) -> BlockCount:
-    """Decode credit of a request: the whole prompt, ignoring hits, and bounded growth."""
+    """Decode credit of a request: the whole prompt, ignoring hits, and bounded growth of every choice, whose first
+    blocks are the same; no more than the pool has."""
     growth = min(demand.max_new_tokens, config.growth_tokens)
-    return num_blocks_of(min(demand.num_prompt_tokens + growth, worker.max_model_len), worker.block_size)
+    blocks = num_blocks_of(min(demand.num_prompt_tokens + growth, worker.max_model_len), worker.block_size)
+    own = blocks - demand.num_shared_tokens // worker.block_size
+    return BlockCount(min(blocks + (demand.num_choices - 1) * own, max(blocks, worker.num_blocks)))
 
 
 def blocks_at_end(demand: Demand, worker: Candidate) -> BlockCount:

@@ -32,7 +32,9 @@ def waiting_of(state: RequestState, block_size: int) -> Waiting:
     """The numbers of a queued request. Hashes of a resumed one cover what it has said so far, as a worker that held it
     may still have those blocks."""
     request = state.request
-    left = max(0, request.sampling.max_tokens - len(state.output))
+    left = max(0, request.sampling.max_tokens - min(map(len, state.outputs)))
+    # Choices that have parted are no one prompt any more, and logprobs of a prompt go out with its first token.
+    whole = not state.others and (request.sampling.prompt_logprobs is None or request.sampling.max_tokens == 1)
     hashes = request.block_hashes
     if state.output and block_size > 0:
         hashes = _extend(hashes, request.root_hash, state.token_ids, block_size)
@@ -40,7 +42,13 @@ def waiting_of(state: RequestState, block_size: int) -> Waiting:
         request_id=request.request_id,
         epoch=state.epoch,
         priority=request.priority,
-        demand=Demand(TokenCount(len(state.token_ids)), TokenCount(left)),
+        demand=Demand(
+            TokenCount(len(state.token_ids)),
+            TokenCount(left),
+            request.num_choices,
+            len(request.token_ids),
+            may_hand_off=whole,
+        ),
         root_hash=request.root_hash,
         block_hashes=hashes,
     )

@@ -20,5 +20,7 @@ end
 redis.call('HSET', KEYS[1], 'st', 'cancelled')
 redis.call('HDEL', KEYS[1], 'body')
 redis.call('PEXPIRE', KEYS[1], ARGV[8])
-redis.call('PEXPIRE', KEYS[6], ARGV[8])
+for c = 0, (redis.call('HGET', KEYS[1], 'nc') or 1) - 1 do
+  redis.call('PEXPIRE', string.sub(KEYS[6], 1, -2) .. c, ARGV[8])
+end
 return 'cancelled'

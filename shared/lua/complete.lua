@@ -16,6 +16,8 @@ redis.call('HDEL', KEYS[8], held)
 redis.call('HSET', KEYS[1], 'st', 'done', 'fin', ARGV[4])
 redis.call('HDEL', KEYS[1], 'body')
 redis.call('PEXPIRE', KEYS[1], ARGV[6])
-redis.call('PEXPIRE', KEYS[5], ARGV[6])
+for c = 0, (redis.call('HGET', KEYS[1], 'nc') or 1) - 1 do
+  redis.call('PEXPIRE', string.sub(KEYS[5], 1, -2) .. c, ARGV[6])
+end
 redis.call('XADD', KEYS[4], '*', 'm', ARGV[5])
 return 1

@@ -9,5 +9,7 @@ redis.call('XADD', KEYS[4], '*', 'm', ARGV[4])
 redis.call('HSET', KEYS[1], 'st', 'done', 'fin', ARGV[3])
 redis.call('HDEL', KEYS[1], 'body')
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
-redis.call('PEXPIRE', KEYS[5], ARGV[5])
+for c = 0, (redis.call('HGET', KEYS[1], 'nc') or 1) - 1 do
+  redis.call('PEXPIRE', string.sub(KEYS[5], 1, -2) .. c, ARGV[5])
+end
 return 1

@@ -27,11 +27,19 @@ if tonumber(r[6]) + 1 >= tonumber(ARGV[6]) then
   redis.call('HSET', KEYS[1], 'st', 'done', 'fin', ARGV[9])
   redis.call('HDEL', KEYS[1], 'body')
   redis.call('PEXPIRE', KEYS[1], ARGV[11])
-  redis.call('PEXPIRE', KEYS[6], ARGV[11])
+  for c = 0, (redis.call('HGET', KEYS[1], 'nc') or 1) - 1 do
+    redis.call('PEXPIRE', string.sub(KEYS[6], 1, -2) .. c, ARGV[11])
+  end
   return 'failed'
 end
 redis.call('HSET', KEYS[1], 'st', 'queued', 'ep', epoch, 'at', '', 'ho', '', 'pw', '', 'dw', '', 'tries', r[6] + 1)
-redis.call('XADD', KEYS[4], '*', 'm', cmsgpack.pack({'e', ARGV[1], epoch, redis.call('STRLEN', KEYS[6]) / 4}))
+local marker = {'e', ARGV[1], epoch, redis.call('STRLEN', KEYS[6]) / 4}
+local others = (redis.call('HGET', KEYS[1], 'nc') or 1) - 1
+if others > 0 then
+  marker[5] = {}
+  for c = 1, others do marker[5][c] = redis.call('STRLEN', string.sub(KEYS[6], 1, -2) .. c) / 4 end
+end
+redis.call('XADD', KEYS[4], '*', 'm', cmsgpack.pack(marker))
 redis.call('ZADD', KEYS[2], t[1] * 1000000 + t[2], ARGV[1])
 redis.call('XADD', KEYS[5], '*', 'm', ARGV[7])
 return 'requeued'

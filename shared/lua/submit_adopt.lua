@@ -32,7 +32,17 @@ redis.call('SADD', KEYS[11], ARGV[2])
 redis.call('HSET', KEYS[2], 'at', '', 'ho', '', 'pw', '', 'dw', '')
 redis.call('PERSIST', KEYS[2])
 redis.call('PERSIST', KEYS[7])
-redis.call('XADD', KEYS[5], '*', 'm', cmsgpack.pack({'e', ARGV[2], epoch, redis.call('STRLEN', KEYS[7]) / 4}))
+local marker = {'e', ARGV[2], epoch, redis.call('STRLEN', KEYS[7]) / 4}
+local others = (redis.call('HGET', KEYS[2], 'nc') or 1) - 1
+if others > 0 then
+  marker[5] = {}
+  for c = 1, others do
+    local log = string.sub(KEYS[7], 1, -2) .. c
+    redis.call('PERSIST', log)
+    marker[5][c] = redis.call('STRLEN', log) / 4
+  end
+end
+redis.call('XADD', KEYS[5], '*', 'm', cmsgpack.pack(marker))
 redis.call('ZADD', KEYS[3], t[1] * 1000000 + t[2], ARGV[2])
 redis.call('XADD', KEYS[6], '*', 'm', ARGV[8])
 return 'adopted'

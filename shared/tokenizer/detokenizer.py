@@ -32,6 +32,14 @@ class Pieces(Protocol):
 
     def detokenizer(self) -> Detokenizer: ...
 
+    def with_special(self) -> "Pieces":
+        """The same, but special tokens stand for their own text."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token stands for, UTF-8 or a part of it."""
+        ...
+
 
 def pieces_for(backend: tokenizers.Tokenizer, decoder: Any, *, where: str) -> Pieces:
     """The pieces for a tokenizer.json's `decoder` object.
@@ -50,9 +58,10 @@ def pieces_for(backend: tokenizers.Tokenizer, decoder: Any, *, where: str) -> Pi
 class _Table:
     """Token id to text; None for special tokens and ids that the tokenizer has no token for."""
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, *, special: bool) -> None:
         self._backend = backend
-        self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        added = {} if special else backend.get_added_tokens_decoder()
+        self._special = {i for i, token in added.items() if token.special}
 
     def text(self, token_id: int) -> str | None:
         return None if token_id in self._special else self._backend.id_to_token(token_id)
@@ -74,9 +83,15 @@ _BYTE_OF_CHAR = _byte_of_char()
 class ByteLevelPieces:
     """Tokens are bytes, written in GPT-2's alphabet; an added token may be plain text instead."""
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        self._table = _Table(backend)
+    def __init__(self, backend: tokenizers.Tokenizer, *, special: bool = False) -> None:
+        self._backend, self._table = backend, _Table(backend, special=special)
         self._known: dict[int, bytes] = {}
+
+    def with_special(self) -> Pieces:
+        return ByteLevelPieces(self._backend, special=True)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.bytes_of(token_id)
 
     def detokenizer(self) -> Detokenizer:
         return _ByteDetokenizer(self)
@@ -115,13 +130,20 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class SentencePieces:
     """Tokens are text with U+2581 for a space; characters out of the vocabulary are runs of byte tokens."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, strip: int) -> None:
-        self._table = _Table(backend)
+    def __init__(self, backend: tokenizers.Tokenizer, *, strip: int, special: bool = False) -> None:
+        self._backend, self._table = backend, _Table(backend, special=special)
         self._strip = strip
         self._known: dict[int, str | int | None] = {}
 
     def detokenizer(self) -> Detokenizer:
         return _SentenceDetokenizer(self, self._strip)
+
+    def with_special(self) -> Pieces:
+        return SentencePieces(self._backend, strip=self._strip, special=True)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        piece = self.piece_of(token_id)
+        return bytes([piece]) if isinstance(piece, int) else (piece or "").encode()
 
     def piece_of(self, token_id: int) -> str | int | None:
         """Text, or the value of a byte token, or None where there is nothing to show."""

@@ -63,9 +63,17 @@ class Tokenizer:
         token = None if token_id is None else self.backend.get_added_tokens_decoder().get(token_id)
         return token_id if token is not None and token.special else None
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """A new incremental decoder, for one choice."""
-        return self.pieces.detokenizer()
+        return (self.pieces if skip_special_tokens else self._all_pieces).detokenizer()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for, UTF-8 or a part of it; a special token's own text."""
+        return self._all_pieces.token_bytes(token_id)
+
+    @cached_property
+    def _all_pieces(self) -> Pieces:
+        return self.pieces.with_special()
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

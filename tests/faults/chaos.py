@@ -34,7 +34,7 @@ EVENTS = (
     *("queue.claimed", "submission.restarts", "outbox.stale", "gap", "engine.step_failed", "process.failed"),
     *("process.crashed", "scheduler.leads", "index.resend"),
 )
-WATCH_S = 0.05
+WATCH_S = 0.2
 
 
 @dataclass(slots=True)

@@ -57,6 +57,8 @@ class Stack:
         self.url = plan.url
         self._specs: dict[str, ServiceSpec] = {spec.name: spec for spec in service_specs(plan)}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        # One for all looks: each new one reads the machine's certificates anew.
+        self._http = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
     # --- life ---
 
@@ -103,7 +105,7 @@ class Stack:
     def is_ready(self, name: str) -> bool:
         """Whether it answers /ready with 200 now."""
         with suppress(httpx.HTTPError):
-            return httpx.get(self._specs[name].ready, timeout=5).status_code == 200
+            return self._http.get(self._specs[name].ready, timeout=5).status_code == 200
         return False
 
     def signal(self, name: str, signum: int) -> None:
@@ -124,6 +126,7 @@ class Stack:
         return self._processes[name].wait(timeout_s)
 
     def close(self) -> None:
+        self._http.close()
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():
@@ -134,7 +137,7 @@ class Stack:
 
     def metrics(self, name: str) -> dict[str, float]:
         """Values of a service by metric name; `baton_` and labels left out, labelled children added up."""
-        text = httpx.get(self._specs[name].ready.removesuffix("/ready") + "/metrics", timeout=5).text
+        text = self._http.get(self._specs[name].ready.removesuffix("/ready") + "/metrics", timeout=5).text
         values: dict[str, float] = {}
         for line in text.splitlines():
             if line and not line.startswith("#"):

@@ -5,6 +5,7 @@ from itertools import count, islice
 import pytest
 
 from kernels.bench import measure_ceilings, run
+from kernels.ops import body_name
 
 
 def test_rates_follow_from_the_watch():
@@ -20,4 +21,4 @@ def test_rates_follow_from_the_watch():
     assert first.gops * 1e9 == pytest.approx(2 * 64 * 32 * calls)
     assert first.gbs * 1e9 == pytest.approx(4 * 64 * 32 * calls)
     assert second.gops * 1e9 == pytest.approx(2 * 16 * 64 * 32 * 1e6 / second.microseconds)
-    assert first.share > 0
+    assert (first.share > 0) == (body_name() == "avx2")  # elsewhere no ceiling is measured

@@ -113,6 +113,14 @@ def test_eight_bit_rows_equal_the_reference(dtype, simd):
     assert (error <= step * 1.001 + floor).all()
 
 
+@pytest.mark.parametrize("head_dim", [2, 3, 7, 8])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_one_row_alone_is_read_back(dtype, head_dim: int):
+    """Where its scale lies at any byte: nothing but rounding is lost."""
+    x = torch.linspace(-1, 1, head_dim).view(1, 1, head_dim)
+    torch.testing.assert_close(decode_rows(encode_rows(x, dtype)), x, rtol=0.07, atol=0.01)
+
+
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_a_row_that_is_not_finite_is_read_as_nan(store, dtype, bad):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import anyio
 
 from services.engine.fake_runner import VOCAB_SIZE, fake_answer
+from services.gateway.choice import Shown
 from services.gateway.errors import ApiError
 from services.gateway.generation import Delta, Generation, Services
 from shared.hashing import block_hashes, chain_root
@@ -29,7 +30,7 @@ class Words:
     chat_template = None
     template_tokens: ClassVar[dict[str, str]] = {}
 
-    def detokenizer(self) -> "Words":
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> "Words":
         return self
 
     def push(self, token_id: int) -> str:
@@ -174,7 +175,7 @@ class Call:
                 async with Generation(
                     services,
                     [self.ask.request(gateway)],
-                    stops,
+                    Shown(stops=tuple(stops)),
                     endpoint="completions",
                     stream=True,
                     arrived_at=services.clock.now(),

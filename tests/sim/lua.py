@@ -30,8 +30,12 @@ def _call(name: bytes, *args: Any) -> Any:
 
 
 def _cmsgpack(table: Any) -> bytes:
+    return _pack(_plain(table))
+
+
+def _plain(table: Any) -> list[Any]:
     items = [table[i] for i in range(1, len(table) + 1)]
-    return _pack([item.decode() if isinstance(item, bytes) else int(item) for item in items])
+    return [i.decode() if isinstance(i, bytes) else int(i) if isinstance(i, int | float) else _plain(i) for i in items]
 
 
 _redis = _table({b"call": _call})

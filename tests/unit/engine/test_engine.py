@@ -248,14 +248,15 @@ async def test_a_stop_is_seen_although_the_next_row_is_on_its_way():
 
 
 async def test_a_seq_whose_next_token_depends_on_the_last_is_not_planned_ahead():
-    """Penalties look at all tokens before: such a seq waits for each of them."""
+    """Penalties and grammars look at all tokens before: such a seq waits for each of them."""
     lane = CountingLane()
     engine = make_engine(lane)
     spec = make_spec("a", range(6), 5)
-    sampling = msgspec.structs.replace(spec.sampling, presence_penalty=0.5)
-    engine.add(dataclasses.replace(spec, sampling=sampling))
-    assert await run_out(engine) == {"a": list(fake_answer(range(6), 5))}
-    assert engine.stats().extra["steps_ahead"] == 0
+    for field in ({"presence_penalty": 0.5}, {"grammar": 'start: "a"'}):
+        sampling = msgspec.structs.replace(spec.sampling, **field)
+        engine.add(dataclasses.replace(spec, sampling=sampling))
+        assert await run_out(engine) == {"a": list(fake_answer(range(6), 5))}
+        assert engine.stats().extra["steps_ahead"] == 0
     assert all(PENDING not in item.token_ids for plan in lane.plans for item in plan.items)
 
 
@@ -297,3 +298,37 @@ async def test_a_reservation_gets_what_seqs_in_flight_hold():
     engine.drop(SeqId("d"))
     tokens = await run_out(engine)
     assert tokens["over"][-1] == fake_answer([1] * 20, 30)[-1]
+
+
+class PickyRunner(FakeRunner):
+    """Cannot choose a token for one seq, as when its grammar fails."""
+
+    def __init__(self, num_blocks: int, victim: str) -> None:
+        super().__init__(num_blocks, BLOCK)
+        self.victim = victim
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = super().run(plan)
+        failed = [i for i, item in enumerate(plan.items) if item.seq_id == self.victim and item.sample is not None]
+        sampled = tuple(() if i in failed else tokens for i, tokens in enumerate(result.sampled))
+        return StepResult(sampled, result.digests, failed=tuple((i, "no token fits") for i in failed))
+
+
+async def test_an_item_that_fails_alone_leaves_the_others_their_tokens():
+    """One seq is reported failed and gives its blocks back; its neighbours' answers are what they always were."""
+    engine = make_engine(runner=PickyRunner(16, "bad"))
+    for name in ("a", "bad", "b"):
+        engine.add(make_spec(name, range(10, 18), max_tokens=4))
+    tokens: dict[str, list[int]] = {}
+    failed: list[tuple[SeqId, str]] = []
+    while engine.has_work:
+        out = await engine.step()
+        assert out is not None
+        engine.check()
+        failed += out.failed
+        for seq in out.outputs:
+            tokens.setdefault(seq.seq_id, []).extend(seq.token_ids)
+    assert failed == [(SeqId("bad"), "no token fits")]
+    want = list(fake_answer(range(10, 18), 4))
+    assert tokens == {"a": want, "b": want}
+    assert engine.stats().blocks_free == 16

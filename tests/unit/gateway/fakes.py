@@ -49,6 +49,7 @@ class FakePort:
     admitted: list[GenerateRequest] = field(default_factory=list)
     cancelled: list[tuple[str, str]] = field(default_factory=list)
     logs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    logs_of: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by choice, of every request
     log_reads: int = 0
 
     def __post_init__(self) -> None:
@@ -83,7 +84,7 @@ class FakePort:
         await anyio.lowlevel.checkpoint()
         self._check()
         self.log_reads += 1
-        return self.logs.get(request_id, ())
+        return self.logs_of.get(choice, ()) or self.logs.get(request_id, ())
 
     async def next_events(self) -> list[GatewayMsg]:
         if not self._batches:

@@ -73,7 +73,7 @@ async def test_a_submission_is_on_the_account_that_it_names(queue: Queue) -> Non
 
 BAD = [
     {"prompt": "hi", "temperature": 9},
-    {"prompt": "hi", "n": 2},
+    {"prompt": "hi", "n": 200},
     {"prompt": [], "max_tokens": 3},
     {"prompt": "hi", "model": "gpt-4"},
     {"prompt": [5] * 4000},

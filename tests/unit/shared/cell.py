@@ -84,13 +84,13 @@ def placement(epoch: int = 1, attempt: AttemptId = A1, credit: int = 4, term: in
     )
 
 
-async def dispatched(cell: Cell) -> Fence:
+async def dispatched(cell: Cell, asked: GenerateRequest | None = None) -> Fence:
     """A request on its way to both workers; all streams read empty."""
     await cell.roster.greet(GW)
     await cell.roster.register(registration(P, "prefill"))
     await cell.roster.register(registration(D, "decode"))
     assert await cell.leases.lead(Incarnation("s1")) == 1
-    assert await cell.leases.admit(request(), 8) == "admitted"
+    assert await cell.leases.admit(asked or request(), 8) == "admitted"
     assert await cell.leases.dispatch(placement()) == "dispatched"
     await cell.seen(cell.keys.sched())
     return Fence(R, 1, A1)
