@@ -40,7 +40,7 @@ OF_THE_QUEUE: tuple[Mutant, ...] = (
     ),
     lua("a result stays for ever", "result_add", "for i = 1, #KEYS do redis.call('PEXPIRE', KEYS[i], ARGV[2]) end"),
     lua("an end is not acknowledged", "submit_end", "redis.call('XACK', KEYS[3], ARGV[2], ARGV[3])"),
-    lua("a submission ends twice", "submit_end", "if s[2] == 'done' then return 1 end", "", LOSSES),
+    lua("a submission ends twice", "submit_end", "if s[2] == 'done' then return 1 end", "", LOSSES, queued=0.8),
     lua("no dead letter", "submit_end", "if ARGV[9] ~= '' then", "if false then"),
     lua(
         "adoption at the same epoch", "submit_adopt", "tonumber(ARGV[3]) + 1, redis", "tonumber(ARGV[3]), redis", WIDOWS
@@ -64,7 +64,14 @@ OF_THE_QUEUE: tuple[Mutant, ...] = (
     lua(
         "an end is not told to who adopts it", "submit_adopt", "redis.call('XADD', KEYS[5], '*', 'm', r[5])", "", WIDOWS
     ),
-    lua("an adoption is not its nonce's", "submit_adopt", "if r[6] == ARGV[10] then return 'adopted' end", "", LOSSES),
+    lua(
+        "an adoption is not its nonce's",
+        "submit_adopt",
+        "if r[6] == ARGV[10] then return 'adopted' end",
+        "",
+        LOSSES,
+        queued=0.8,
+    ),
     lua(
         "nobody renews a submission",
         "submit_renew",

@@ -18,7 +18,7 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 REQUESTS = 100
-MAX_SEEDS = 16
+MAX_SEEDS = 100
 """Of a mutant that its remembered seed does not show any more."""
 
 
