@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-FORGET = 0.995
-"""What an observation still counts after the next one: the last two hundred make up two thirds."""
+FORGET = 0.99
+"""What an observation still counts after the next one: the last hundred make up two thirds."""
 ERROR_MEMORY = 0.95
 REFIT_EVERY = 16
 RIDGE = 1e-9

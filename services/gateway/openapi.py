@@ -55,7 +55,7 @@ class ApiRoute:
         if self.answer:
             answers["200"] = _answer("The answer", {"$ref": f"#/components/schemas/{self.answer}"})
             if self.streams:
-                events = {"schema": {"type": "string", "description": "Server-sent events, with `stream: true`"}}
+                events = {"schema": {"description": "Server-sent events, with `stream: true`"}}
                 answers["200"]["content"]["text/event-stream"] = events
         out: dict[str, Any] = {"summary": self.summary, "responses": dict(sorted(answers.items()))}
         if self.reads:

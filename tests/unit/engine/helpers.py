@@ -67,13 +67,13 @@ class Rig:
     ):
         self.pool = BlockPool(num_blocks, BLOCK)
         self.runner = FakeRunner(num_blocks, BLOCK)
-        limits = PlannerLimits(
+        self.limits = PlannerLimits(
             max_num_seqs=seqs,
             max_num_batched_tokens=budget,
             max_model_len=max_len or num_blocks * BLOCK,
             prefix_caching=caching,
         )
-        self.planner = Planner(self.pool, limits, Parking(bays, lambda num_tokens, num_blocks: True))
+        self.planner = Planner(self.pool, self.limits, Parking(bays, lambda num_tokens, num_blocks: True))
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
         self.num_computed_tokens = 0
