@@ -206,9 +206,14 @@ def server() -> Iterator[redis.Redis]:
     own.close()
 
 
+def key_of(role: str) -> str:
+    """The key that plays the role; a log's name ends with the choice."""
+    return "{t}:log:0" if role == "log" else "{t}:" + role
+
+
 def write(pipe: Any, role: str, value: Any, expires: bool) -> None:
     """Make the key what the state says."""
-    key = "{t}:" + role
+    key = key_of(role)
     if role == "submit":
         pipe.execute_command("XGROUP", "CREATE", key, "gateways", "0", "MKSTREAM")
         for entry, fields in value["entries"].items():
@@ -251,7 +256,7 @@ return out
 
 def look(client: redis.Redis, roles: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
     """The server's keys as a state has them, and those that expire."""
-    found = client.execute_command("EVAL", LOOK, len(roles), *("{t}:" + role for role in roles))
+    found = client.execute_command("EVAL", LOOK, len(roles), *map(key_of, roles))
     keys = {role: value(role, *row) for role, row in zip(roles, found, strict=True) if row[0] != b"none"}
     return keys, {role for role, row in zip(roles, found, strict=True) if row[2]}
 
