@@ -324,9 +324,7 @@ def test_a_script_does_what_its_model_does(server: redis.Redis, name: str, data:
         write(pipe, role, value, role in state.expiring)
     pipe.execute()
     for _ in range(2):
-        real = server.execute_command(
-            "EVAL", PRELUDE + sources()[name], len(roles), *("{t}:" + r for r in roles), *args
-        )
+        real = server.execute_command("EVAL", PRELUDE + sources()[name], len(roles), *map(key_of, roles), *args)
         assert shown(real) == shown(model(state, *args)), name
         keys, expiring = look(server, roles)
         assert keys == state.keys
