@@ -192,7 +192,7 @@ class PrefillWorker:
             if job := self._jobs.get(item.seq_id if not choice else leader_of(item.seq_id)):
                 self._first_token(job, choice, item, parcel)
         for seq_id, error in output.failed:
-            if job := self._jobs.get(seq_id):
+            if job := self._jobs.get(leader_of(seq_id)):
                 self._fail(job, error)
         self.outbox.put(parcel)
 
