@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.flow, pytest.mark.timeout(600)]
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param(ChaosPlan(seed=5, num_requests=48, arrive_s=10.0, period_s=1.8, max_tokens=200), id="short"),
+        pytest.param(ChaosPlan(seed=5, num_requests=48, arrive_s=15.0, period_s=1.8, max_tokens=200), id="short"),
         pytest.param(ChaosPlan(seed=6, num_requests=500, arrive_s=120.0), id="long", marks=pytest.mark.full),
     ],
 )
