@@ -209,8 +209,9 @@ class Judge:
         told = self._heard.get((life.incarnation, RequestId(request_id)))
         if told is not None and int(epoch) <= told[0] and step > told[1] + 1:
             self._world.violate(f"{life.incarnation} works on {seq_id}, whose cancel it heard before")
-        grace_s = GRACE_S + 0.1 * life.slowness * self._world.plan.pace
         now, blind_until = self._world.clock.now(), max(life.disturbed_at, self.disturbed_at)
+        slowness = life.slow_steps if now <= life.slow_steps_until else life.slowness
+        grace_s = GRACE_S + 0.1 * slowness * self._world.plan.pace
         last_epoch, since = self._over.get(request_id, (0, now))
         if int(epoch) <= last_epoch and now - max(since, blind_until) > grace_s:
             self._world.violate(f"{life.incarnation} works on {seq_id}, over {now - since:.2f} s ago")

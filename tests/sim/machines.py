@@ -61,6 +61,7 @@ class Life:
         self.over = anyio.Event()  # dead or ended: nothing of it reaches the world any more
         self.ready = False
         self.slowness = 1.0
+        self.slow_steps, self.slow_steps_until = 1.0, 0.0  # steps handed in while it was slow may end after that
         self.hung = False
         self.hangs = anyio.Event()  # a step that never ends has begun
         self.stopping = anyio.Event()  # SIGTERM
@@ -167,6 +168,8 @@ class StepOffload:
                 life.hangs.set()
                 cost = 3 * HANG_S
         self._free_at = max(self._free_at, world.clock.now()) + cost
+        if life.slowness > 1.0:
+            life.slow_steps, life.slow_steps_until = life.slowness, self._free_at
         ticket = StepTicket(world, fn, args, self._free_at, self._last)
         self._last = ticket
         return ticket
