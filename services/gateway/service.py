@@ -124,6 +124,19 @@ def internal_app(probes: Probes, streams: Streams, process: Process) -> Starlett
     return Starlette(routes=[*routes(probes), Route("/debug", debug)])
 
 
+def request_port(process: Process, leases: Leases) -> RedisRequestPort:
+    """Where requests are admitted and cancelled."""
+    return RedisRequestPort(
+        process.incarnation,
+        leases,
+        Roster(process.link, process.keys, process.settings.lease.heartbeat_s),
+        RedisBus(process.link, process.clock),
+        process.keys,
+        process.clock,
+        process.settings.gateway.max_queued,
+    )
+
+
 async def serve(process: Process) -> None:
     """The process's main: until SIGTERM, then open answers end.
 
@@ -138,15 +151,7 @@ async def serve(process: Process) -> None:
     tokenizer = await offload.run(load_tokenizer, path)
     metrics = Metrics("gateway")
     leases = Leases(process.link, process.keys, process.randomness)
-    port = RedisRequestPort(
-        process.incarnation,
-        leases,
-        Roster(process.link, process.keys, settings.lease.heartbeat_s),
-        RedisBus(process.link, process.clock),
-        process.keys,
-        process.clock,
-        settings.gateway.max_queued,
-    )
+    port = request_port(process, leases)
     readiness = Readiness(port)
     probes = Probes(readiness.health, readiness.ready, metrics)
     app = build_app(

@@ -10,8 +10,15 @@ pytestmark = [pytest.mark.anyio, pytest.mark.flow]
 MAX_TOKENS = 90
 
 
-@pytest.mark.parametrize("park_bytes", [0, 64 << 20])
-@pytest.mark.parametrize("num_prefill", [0, 1])
+@pytest.mark.parametrize(
+    ("num_prefill", "park_bytes"),
+    [
+        (0, 0),
+        (1, 64 << 20),
+        pytest.param(0, 64 << 20, marks=pytest.mark.full),
+        pytest.param(1, 0, marks=pytest.mark.full),
+    ],
+)
 async def test_preempted_answers_are_the_oracles(
     tiny_model, tiny_oracle: Oracle, num_prefill: int, park_bytes: int
 ) -> None:

@@ -9,7 +9,7 @@ from tests.sim.mutant import Mutant
 from tests.sim.mutants import BY_NAME, MUTANTS
 from tests.sim.pool import Catch, catch, processes
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
 
 
 @pytest.fixture(scope="module")

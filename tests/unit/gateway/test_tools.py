@@ -236,11 +236,13 @@ async def test_completions_refuse_what_is_for_chats(gateway: Gateway):
 async def test_reasoning_is_a_field_of_its_own(gateway: Gateway, tokenizer: Tokenizer, tmp_path: Path):
     """Streamed and not, for a model whose template knows <think>."""
     from services.gateway.answer import AnswerShape
+    from services.gateway.answers import Answer
     from services.gateway.chat_wire import ChatWire
     from services.gateway.generation import Delta, Usage
 
     wire = ChatWire("id", 0, "m", False, AnswerShape(reasoning=True))
-    body = json.loads(wire.whole(["<think>\nwhy\n</think>\n\nbecause"], ["stop"], Usage(1, 2, 0)))
+    answer = Answer(0, parts=["<think>\nwhy\n</think>\n\nbecause"], reason="stop")
+    body = json.loads(wire.whole([answer], Usage(1, 2, 0)))
     assert body["choices"][0]["message"]["reasoning_content"] == "\nwhy\n"
     assert body["choices"][0]["message"]["content"] == "because"
     text = b"".join(wire.chunk(Delta(0, part)) for part in ("<thi", "nk>why</", "think>be", "cause"))

@@ -71,7 +71,7 @@ def test_a_resumed_request_asks_for_what_it_has_said_too() -> None:
     request = request_of("r", num_tokens=40, max_tokens=100)
     state = RequestState(request=request, epoch=2, output=tuple(range(500, 530)))
     got = waiting_of(state, block_size=16)
-    assert got.demand == Demand(TokenCount(70), TokenCount(70))
+    assert got.demand == Demand(TokenCount(70), TokenCount(70), num_shared_tokens=40)
     assert got.block_hashes == block_hashes(request.root_hash, state.token_ids, 16)
     assert len(got.block_hashes) == 4
     tiny = waiting_of(RequestState(request=request_of("s", num_tokens=3), epoch=2, output=tuple(range(40))), 16)
