@@ -140,10 +140,10 @@ class WatchedRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         world, life = self._life.world, self._life
-        for item in plan.items:
-            world.judge.work_seen(life, item.seq_id, plan.step)
         if life.client.severed:
             raise RuntimeError("the process is dead")
+        for item in plan.items:
+            world.judge.work_seen(life, item.seq_id, plan.step)
         if world.should_fail_step():
             raise RuntimeError("injected")
         try:
