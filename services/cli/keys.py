@@ -4,16 +4,13 @@ from collections.abc import Awaitable, Callable
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
-import anyio
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from services.cli.cell import Port, Url, with_cell
 from services.cli.errors import CommandError
-from services.cli.queue import redis_url_of
 from shared.clock import SystemClock
-from shared.config import load
 
 if TYPE_CHECKING:
     from shared.api_keys import ApiKeys
@@ -21,8 +18,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="keys", help="API keys. Once there is one, every request to the API needs one.", no_args_is_help=True
 )
-Port = Annotated[int | None, typer.Option(help="The stack's port (default 8000).")]
-Url = Annotated[str, typer.Option(help="A Redis, in place of the running stack's.")]
 
 
 @app.command()
@@ -100,21 +95,7 @@ def revoke(key_id: Annotated[str, typer.Argument(metavar="ID")], port: Port = No
 
 
 def _with_keys(act: "Callable[[ApiKeys], Awaitable[None]]", port: int | None, redis_url: str) -> None:
-    """Run `act` with the keys of the cell that is meant.
+    """Run `act` with the keys of the cell that is meant."""
+    from shared.api_keys import ApiKeys  # here, as in `with_cell`
 
-    :raises BatonError: there is no such cell, or `act` failed.
-    """
-    from shared.api_keys import ApiKeys  # here: other commands do without, and Redis takes a while to import
-    from shared.keys import Keys
-    from shared.redis_link import RedisLink
-
-    async def run() -> None:
-        settings = load().redis
-        url = redis_url or redis_url_of(port, settings.url)
-        link = RedisLink(msgspec.structs.replace(settings, url=url, retry_s=1.0), SystemClock())
-        try:
-            await act(ApiKeys(link, Keys(settings.cell)))
-        finally:
-            await link.close()
-
-    anyio.run(run)
+    with_cell(lambda link, keys: act(ApiKeys(link, keys)), port, redis_url)

@@ -4,16 +4,12 @@ from collections.abc import Awaitable, Callable
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
-import anyio
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from services.cli.cell import Port, Url, with_cell
 from services.cli.errors import CommandError
-from services.cli.rundir import RunDir
-from shared.clock import SystemClock
-from shared.config import load
 
 if TYPE_CHECKING:
     from shared.dead_letters import DeadLetter, DeadLetters
@@ -21,8 +17,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="queue", help="The queue of submissions through Redis, and its dead letters.", no_args_is_help=True
 )
-Port = Annotated[int | None, typer.Option(help="The stack's port (default 8000).", min=1, max=65535)]
-Url = Annotated[str, typer.Option(help="A Redis, in place of the running stack's.")]
 MAX_SHOWN_CHARS = 2000
 
 
@@ -88,34 +82,10 @@ async def _find(letters: "DeadLetters", name: str) -> "DeadLetter":
 
 
 def _with_letters(act: "Callable[[DeadLetters], Awaitable[None]]", port: int | None, redis_url: str) -> None:
-    """Run `act` with the dead letters of the cell that is meant.
+    """Run `act` with the dead letters of the cell that is meant."""
+    from shared.dead_letters import DeadLetters  # here, as in `with_cell`
 
-    :raises BatonError: there is no such cell, or `act` failed.
-    """
-    from shared.dead_letters import DeadLetters  # here: other commands do without, and Redis takes a while to import
-    from shared.keys import Keys
-    from shared.redis_link import RedisLink
-
-    async def run() -> None:
-        settings = load().redis
-        url = redis_url or redis_url_of(port, settings.url)
-        link = RedisLink(msgspec.structs.replace(settings, url=url, retry_s=1.0), SystemClock())
-        try:
-            await act(DeadLetters(link, Keys(settings.cell)))
-        finally:
-            await link.close()
-
-    anyio.run(run)
-
-
-def redis_url_of(port: int | None, configured: str) -> str:
-    """Of the running stack's Redis; without one, and without a port asked for, the configuration's."""
-    state = RunDir(port or 8000).load()
-    if state is not None and state.supervisor.alive():
-        return state.redis_url
-    if port is not None:
-        raise CommandError(f"nothing runs on port {port}; --redis-url names a Redis")
-    return configured
+    with_cell(lambda link, keys: act(DeadLetters(link, keys)), port, redis_url)
 
 
 def _when(ms: int) -> str:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class StepOffload:
-    """Runs on the event loop; takes virtual time. A cancelled caller waits for the end, as with a thread."""
+    """Runs on the event loop; takes virtual time. A cancelled caller waits for the end, as with a thread. Steps
+    are handed in by `submit` alone."""
 
     def __init__(self, life: Life) -> None:
         self._life = life
@@ -25,15 +26,8 @@ class StepOffload:
 
     async def run(self, fn: Callable[..., Any], *args: object) -> Any:
         world = self._life.world
-        cost = world.rng.expovariate(500)
-        if args and isinstance(args[0], StepPlan):
-            cost = world.rng.uniform(0.8, 1.2) * (0.004 + 0.0004 * args[0].num_tokens) * self._life.slowness
-            cost *= world.plan.pace
-            if self._life.hung:
-                self._life.hangs.set()
-                cost = 3 * HANG_S
         with anyio.CancelScope(shield=True):
-            await world.clock.sleep(cost)
+            await world.clock.sleep(world.rng.expovariate(500))
         ticket = getattr(fn, "__self__", None)
         if isinstance(ticket, Ticket) and ticket.mapped is not None:  # it copies now
             for piece in ticket.pieces:

@@ -11,11 +11,6 @@ from shared.messages import SamplingParams
 from tests.unit.engine.helpers import BLOCK, Rig, make_spec
 
 
-def rows(plan) -> dict[str, int]:
-    """Rows per seq of a plan, in its order."""
-    return {str(item.seq_id): len(item.token_ids) for item in plan.items}
-
-
 def test_stop_token_is_reported_and_ends_the_seq():
     """A stop token ends the answer with itself as its last token."""
     answer = fake_answer([1, 2, 3], 5)
