@@ -97,7 +97,7 @@ def draw(
         pace=pace,
         shm=rng.random() < 0.5,
         max_queued=30 if seed % 8 == 7 else 100_000,
-        thorough=seed % 4 == 0,
+        thorough=seed % 8 == 0,
         max_attempts=3 if seed % 5 == 2 else 12,
     )
 

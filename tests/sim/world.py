@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import traceback
 from collections import Counter
@@ -42,13 +43,24 @@ class LoopClock:
         self._loop = loop
 
     def now(self) -> float:
-        return self._loop.time()
+        return self._loop._now
 
     def wall(self) -> float:
         return self._loop.time()
 
     async def sleep(self, seconds: float) -> None:
-        await anyio.sleep(seconds)
+        loop = self._loop
+        over = loop.create_future()
+        timer = loop.call_later(max(0.0, seconds), _end_sleep, over)
+        try:
+            await over
+        finally:
+            timer.cancel()
+
+
+def _end_sleep(over: asyncio.Future[None]) -> None:
+    if not over.done():
+        over.set_result(None)
 
 
 class LifeClock(LoopClock):
@@ -59,7 +71,7 @@ class LifeClock(LoopClock):
         self._offset = offset
 
     def now(self) -> float:
-        return super().now() + self._offset
+        return self._loop._now + self._offset
 
 
 def settings_of(plan: Plan) -> Settings:
