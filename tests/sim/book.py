@@ -214,7 +214,8 @@ class Book:
         told = [h for h in (record.prefill, record.decode) if h not in ("", "-")] if record.state in LIVE else []
         record.state, record.epoch, record.finished = "queued", epoch + 1, 0
         record.attempt = record.holder = record.prefill = record.decode = ""
-        self._expect(keys[1].encode() not in self._store.deadlines, f"{request_id} is adopted and expires")
+        for key in (keys[1], keys[6]):
+            self._expect(key.encode() not in self._store.deadlines, f"{request_id} is adopted and {key} expires")
         marker = EpochRaised(request_id, epoch + 1, len(record.log))  # type: ignore[arg-type]
         last = self._last(keys[4], _gateway)
         self._expect(last == marker, f"adoption of {request_id}/{epoch}: {last} instead of {marker}")

@@ -115,7 +115,7 @@ def draw_asks(
         prompt = rng.choice(prefixes) if rng.random() < 0.4 else ()
         more = rng.choice((1, 2, 5, 9, 9, 16, 21)) if rng.random() < 0.93 else rng.randrange(40, 90)
         prompt += tuple(rng.randrange(VOCAB_SIZE) for _ in range(more))
-        max_tokens = rng.choice((1, 2, 3, 5, 8, 8, 13)) if rng.random() < (0.5 if talkative else 0.95) else 40
+        max_tokens = rng.choice((1, 2, 3, 5, 8, 9)) if rng.random() < (0.75 if talkative else 0.95) else 40
         ask = _draw(rng, f"r{i}", at, prompt, max_tokens, leavers)
         asks.append(_through_queue(rng, ask) if rng.random() < queued else ask)
     return asks

@@ -63,6 +63,15 @@ class Network:
     latency_s: float = 0.0003
 
 
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """The next call of a script by a client takes so long to arrive."""
+
+    script: str
+    seconds: float
+    sent: Callable[[], object]  # told when it is on its way
+
+
 class SimRedis:
     """The server. `observers` see every script, in the order of their effects."""
 
@@ -76,6 +85,7 @@ class SimRedis:
         self.down = False
         self.observers: list[Observer] = []
         self.filters: list[Callable[[bytes, Sequence[Any]], bool]] = []  # False: the XADD is swallowed
+        self.delays: dict[SimClient, Delay] = {}
         self.num_commands = 0
         self.failed_scripts: list[str] = []  # none may ever fail
         self._blocked: dict[bytes, dict[Reply, Blocked]] = {}  # by the keys that they wait for
@@ -121,8 +131,18 @@ class SimRedis:
         delay = self._random() * network.latency_s
         if self._random() < network.slow_p:
             delay *= 10
+        if self.delays and client in self.delays:
+            delay += self._delayed(client, args)
         loop.strike(delay, self._execute, client, reply, execute, args)
         return reply
+
+    def _delayed(self, client: "SimClient", args: tuple[Any, ...]) -> float:
+        late = self.delays[client]
+        if not args or not isinstance(args[0], str) or _NAMES.get(args[0]) != late.script:
+            return 0.0
+        del self.delays[client]
+        late.sent()
+        return late.seconds
 
     def block(self, client: "SimClient", reply: Reply, read: Read) -> None:
         """Answer when entries come, or with nothing after the time."""

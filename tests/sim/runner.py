@@ -84,7 +84,7 @@ def run(plan: Plan, overrides: dict[str, str] | None = None) -> Report:
         world.time(),
         loop.turns,
         world.redis.num_commands,
-        dict(world.struck),
+        dict(world.sufferings.struck),
         tuple(world.log),
         world.quiet_s,
         dict(world.judge.book.cancelled_in),
