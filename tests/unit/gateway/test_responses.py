@@ -138,7 +138,7 @@ async def test_a_stream_that_fails_ends_with_a_typed_error(gateway: Gateway):
         ({"truncation": "auto"}, "truncation"),
         ({"input": []}, "input"),
         ({"input": None}, "input"),
-        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
