@@ -16,6 +16,24 @@ from services.gateway.responses_tools import ToolFields, read_tool_fields
 from services.gateway.responses_wire import Echo, ResponsesWire
 from shared.randomness import Randomness
 
+_OWN = frozenset(
+    (
+        *(
+            "input",
+            "instructions",
+            "model",
+            "text",
+            "stream",
+            "stream_options",
+            "temperature",
+            "top_p",
+            "metadata",
+            "user",
+        ),
+        *("max_output_tokens", "tools", "tool_choice", "parallel_tool_calls", "messages"),
+    )
+)
+"""Fields that are read here. Others are parameters of chat completions (`seed`, `stop`, `top_k`, ...), or ignored."""
 _OFF: tuple[Any, ...] = (False, 0, [], {}, "")
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
@@ -33,6 +51,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     ),
     "include": ([], ["reasoning.encrypted_content"]),  # reasoning is given in the clear
     "truncation": ("disabled",),
+    **dict.fromkeys(("n", "best_of"), (1,)),  # there is one answer
+    **dict.fromkeys(("logprobs", "prompt_logprobs", "echo"), (False,)),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), ()),  # it is max_output_tokens
 }
 """Field -> the values (beside null) with which it changes nothing."""
 _MAX = 2**63 - 1
@@ -55,10 +76,12 @@ class _Asked:
     format: dict[str, Any]
     tools: ToolFields
     echo: Echo
+    more: dict[str, Any]  # parameters of chat completions
 
     def as_chat(self) -> dict[str, Any]:
         """The same as a request of chat completions."""
         chat: dict[str, Any] = {
+            **self.more,
             "messages": self.messages,
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
@@ -120,7 +143,7 @@ def _read(fields: Fields) -> _Asked:
     for name, value in fields.raw.items():
         harmless = REFUSED.get(name)
         if value is not None and harmless is not None and not any(same_json(value, other) for other in harmless):
-            raise bad_field(name, f"{name} is not supported by this server: it keeps nothing.", "unsupported")
+            raise bad_field(name, f"{name} is not supported by this server's /v1/responses.", "unsupported")
     instructions = fields.text("instructions")
     max_output_tokens = fields.integer("max_output_tokens", 1, _MAX)
     temperature = fields.number("temperature", 0, 2)
@@ -143,7 +166,8 @@ def _read(fields: Fields) -> _Asked:
     messages = read_input(fields)
     if instructions:
         messages.insert(0, {"role": "system", "content": instructions})
-    return _Asked(messages, max_output_tokens, temperature, top_p, stream, form, tools, echo)
+    more = {name: value for name, value in fields.raw.items() if name not in _OWN and name not in REFUSED}
+    return _Asked(messages, max_output_tokens, temperature, top_p, stream, form, tools, echo, more)
 
 
 def _metadata(fields: Fields) -> dict[str, Any]:
