@@ -65,6 +65,10 @@ class Duties(Protocol):
         """Drop the request's work of that epoch or older. Idempotent."""
         ...
 
+    def cancel_choice(self, request_id: RequestId, epoch: int, choice: int) -> None:
+        """The client has all of one choice of that epoch: a hint that its work is in vain. Idempotent."""
+        ...
+
     def held(self) -> Sequence[Fence]:
         """Leases that this worker holds."""
         ...
@@ -137,6 +141,8 @@ class WorkerLink:
 
     async def _obey(self, message: ControlMsg | PrefillTask | DecodeTask) -> None:
         match message:
+            case Cancel() if message.choice >= 0:
+                self._duties.cancel_choice(message.request_id, message.epoch, message.choice)
             case Cancel():
                 self._duties.cancel(message.request_id, message.epoch, message.reason)
             case ResendKv():

@@ -213,6 +213,7 @@ _SCRIPT_ARGS: dict[str, tuple[list[str], list[Any]]] = {
         ],
         ["r", "?", "-", "d", b"m7", b"m8", b"m9", 60000, 600000],
     ),
+    "cancel_choice": ([R, "{t}:control:d"], ["?", "d", b"m9", 600000]),
     "requeue": (
         [
             *(R, "{t}:queued", "{t}:leases", GW, S, "{t}:log:r:0", "{t}:control:-", "{t}:control:d"),
