@@ -1,6 +1,6 @@
 """Scores `facts.yaml` through a stack and with `transformers`, and prints both: by hand, as lm-eval is no dependency.
 
-    pip install "lm_eval[api]==0.4.13"
+    pip install "lm_eval[api,hf]==0.4.13"
     python -m tests.lm_eval.compare
 
 Both see the same weights: the shipped GGUF file, in float32 here and dequantised by `gguf` there. Where every choice's
