@@ -15,6 +15,7 @@ from shared.config import LeaseConfig
 from shared.errors import BatonError, BusFull
 from shared.ids import BlockHash, Incarnation, RequestId
 from shared.keys import Keys
+from shared.lazy_reader import LazyReader
 from shared.leases import Fence, Leases
 from shared.messages import (
     Cancel,
@@ -129,13 +130,14 @@ class WorkerLink:
 
     async def read(self) -> None:
         """Take control messages and tasks, control first, until cancelled."""
-        reader = self._bus.reader(self._keys.control(self._incarnation), self._keys.work(self._incarnation))
+        channels = self._keys.control(self._incarnation), self._keys.work(self._incarnation)
+        reader = LazyReader(self._bus.reader(*channels), self._clock)
         while True:
             deliveries = await reader.next()
             for delivery in deliveries:
                 for message in delivery.messages:
                     await self._obey(message)
-            await reader.ack(deliveries)
+            reader.ack(deliveries)  # late: these streams are this life's alone, nobody finds the entries again
 
     async def _obey(self, message: ControlMsg | PrefillTask | DecodeTask) -> None:
         match message:

@@ -176,6 +176,7 @@ class PrefillWorker:
                 self._wake = anyio.Event()
                 output = await self._engine.step()
                 if output is None:
+                    await link.publish_kv(self._engine.drain_events())  # what no step has reported
                     await self._wake.wait()
                     continue
                 self._say(output)

@@ -254,7 +254,7 @@ BEGIN = (
     ("XADD", SUBMIT, "2-1", "id", "s"),
 )
 OF_THE_EDGE = {"limit", "limit_leave", "limit_renew"}
-"""No part of the simulated world: `tests/unit/shared/test_api_keys.py`."""
+"""No part of the simulated world: `test_limits.py`."""
 
 
 def test_every_script_is_compared() -> None:
