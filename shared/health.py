@@ -71,7 +71,8 @@ def routes(probes: Probes) -> list[Route]:
 class HttpLimits:
     """What a server grants a connection. TLS files are PEM; "" = plain HTTP."""
 
-    header_timeout_s: float = 10.0  # for a request's line and headers
+    header_timeout_s: float = 10.0  # for a request's line and headers, and for a body that nobody waits for
+    stall_s: float = 30.0  # in which the other end takes nothing of its answer
     max_connections: int = 4096
     tls_cert: str = ""
     tls_key: str = ""
@@ -119,7 +120,8 @@ async def serve_app(
     """
     config = uvicorn.Config(
         app,
-        http=bounded_protocol(limits.header_timeout_s, limits.max_connections),
+        http=bounded_protocol(limits.header_timeout_s, limits.max_connections, limits.stall_s),
+        ws="none",
         ssl_certfile=limits.tls_cert or None,
         ssl_keyfile=limits.tls_key or None,
         log_config=None,

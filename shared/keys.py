@@ -3,6 +3,7 @@ of them, and a cluster keeps a cell in one slot."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -46,8 +47,12 @@ class Keys:
 
     cell: str
 
+    @cached_property
+    def _tag(self) -> str:
+        return f"{{{self.cell}}}:"
+
     def _key(self, *parts: str) -> str:
-        return ":".join((f"{{{self.cell}}}", *parts))
+        return self._tag + ":".join(parts)
 
     # streams
     def sched(self) -> Channel[SchedulerMsg]:

@@ -151,6 +151,16 @@ class Leases:
             if answer != b"moved":
                 return answer == b"cancelled"
 
+    async def cancel_choice(self, request_id: RequestId, epoch: int, choice: int) -> bool:
+        """Tell the decode worker that has the request at this epoch that one choice's text is complete for the client.
+        A hint: nothing of the request changes in Redis."""
+        (dw,) = await self._fields(request_id, "dw")
+        if not dw:
+            return False
+        keys = [self._keys.request(request_id), self._keys.control(_inc(dw)).key]
+        message = Cancel(request_id=request_id, epoch=epoch, reason="stop string", choice=choice)
+        return bool(await self._scripts.run("cancel_choice", keys, [epoch, dw, encode(message), CONTROL_MS]))
+
     async def token_log(self, request_id: RequestId, choice: int = 0) -> tuple[int, ...]:
         """Tokens emitted so far; empty for an unknown request."""
         packed = await self._link.call(lambda: self._link.client.get(self._keys.log(request_id, choice)))

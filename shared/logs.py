@@ -50,7 +50,8 @@ def configure(service: str, fmt: Literal["console", "json"], level: str) -> None
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
-    formatter = structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=[*exceptions, last])
+    plain = structlog.stdlib.ProcessorFormatter.remove_processors_meta
+    formatter = structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=[plain, *exceptions, last])
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
     root = logging.getLogger()

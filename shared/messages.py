@@ -161,11 +161,12 @@ WorkerMsg = PrefillTask | DecodeTask
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
-    """Drop all work on the request whose epoch is at most this one. Idempotent."""
+    """Drop all work on the request whose epoch is at most this one; or one choice's, at this very epoch. Idempotent."""
 
     request_id: RequestId
     epoch: int
     reason: str = ""
+    choice: int = -1  # -1 = all of them
 
 
 class ResendKv(Message, frozen=True, tag="resend_kv"):

@@ -55,9 +55,7 @@ class Roster:
 
     async def workers(self) -> list[WorkerView]:
         """All that are not buried, in the order of their names."""
-        seconds, micros = await self._link.call(lambda: self._link.client.time())
-        now_ms = seconds * 1000 + micros // 1000
-        scored = await self._link.call(lambda: self._link.client.zrange(self._keys.workers(), 0, -1, withscores=True))
+        now_ms, scored = await self._deadlines(self._keys.workers())
         names = [self._keys.worker(Incarnation(incarnation.decode())) for incarnation, _ in scored]
         rows = await self._link.batch([("HMGET", name, "reg", "state", "taken") for name in names])
         views = []
@@ -123,10 +121,13 @@ class Roster:
         return await self._link.batch([("XLEN", channel.key) for channel in channels])
 
     async def _overdue(self, key: str) -> list[Incarnation]:
-        seconds, micros = await self._link.call(lambda: self._link.client.time())
-        now_ms = seconds * 1000 + micros // 1000
-        overdue = await self._link.call(lambda: self._link.client.zrangebyscore(key, "-inf", now_ms))
-        return [Incarnation(raw.decode()) for raw in overdue]
+        now_ms, scored = await self._deadlines(key)
+        return [Incarnation(raw.decode()) for raw, deadline in scored if deadline <= now_ms]
+
+    async def _deadlines(self, key: str) -> tuple[int, list[tuple[bytes, float]]]:
+        """Redis' time in ms, and all members with theirs: asked together, as there are few."""
+        time, flat = await self._link.batch([("TIME",), ("ZRANGE", key, 0, -1, "WITHSCORES")])
+        return int(time[0]) * 1000 + int(time[1]) // 1000, [*zip(flat[::2], map(float, flat[1::2]), strict=True)]
 
 
 def _held(fields: Sequence[bytes]) -> list[tuple[RequestId, int]]:

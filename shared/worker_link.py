@@ -15,6 +15,7 @@ from shared.config import LeaseConfig
 from shared.errors import BatonError, BusFull
 from shared.ids import BlockHash, Incarnation, RequestId
 from shared.keys import Keys
+from shared.lazy_reader import LazyReader
 from shared.leases import Fence, Leases
 from shared.messages import (
     Cancel,
@@ -62,6 +63,10 @@ class Duties(Protocol):
 
     def cancel(self, request_id: RequestId, epoch: int, reason: str) -> None:
         """Drop the request's work of that epoch or older. Idempotent."""
+        ...
+
+    def cancel_choice(self, request_id: RequestId, epoch: int, choice: int) -> None:
+        """The client has all of one choice of that epoch: a hint that its work is in vain. Idempotent."""
         ...
 
     def held(self) -> Sequence[Fence]:
@@ -125,16 +130,19 @@ class WorkerLink:
 
     async def read(self) -> None:
         """Take control messages and tasks, control first, until cancelled."""
-        reader = self._bus.reader(self._keys.control(self._incarnation), self._keys.work(self._incarnation))
+        channels = self._keys.control(self._incarnation), self._keys.work(self._incarnation)
+        reader = LazyReader(self._bus.reader(*channels), self._clock)
         while True:
             deliveries = await reader.next()
             for delivery in deliveries:
                 for message in delivery.messages:
                     await self._obey(message)
-            await reader.ack(deliveries)
+            reader.ack(deliveries)  # late: these streams are this life's alone, nobody finds the entries again
 
     async def _obey(self, message: ControlMsg | PrefillTask | DecodeTask) -> None:
         match message:
+            case Cancel() if message.choice >= 0:
+                self._duties.cancel_choice(message.request_id, message.epoch, message.choice)
             case Cancel():
                 self._duties.cancel(message.request_id, message.epoch, message.reason)
             case ResendKv():

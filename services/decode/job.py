@@ -31,6 +31,7 @@ class Job:
     phase: Phase = Phase.RESERVING
     held: bool = False  # the lease is ours
     num_cached_tokens: int = 0
+    unwanted: set[int] = field(default_factory=set)  # choices that the client has all of, and that still run
     fetching: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
     @property

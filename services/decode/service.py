@@ -15,7 +15,7 @@ from shared.process import Process
 from shared.worker_cell import WorkerCell
 
 log = structlog.get_logger(__name__)
-COUNTERS = ("requests", "landed", "computed_here", "fetch_failed", "finished", "cancelled", "failed")
+COUNTERS = ("requests", "landed", "computed_here", "fetch_failed", "finished", "cancelled", "failed", "choices_stopped")
 READER_COUNTERS = (
     *("bytes_read", "blocks_read", "bytes_discarded", "reads", "refused", "stale", "digest_failures", "retries"),
     *("timeouts", "failed", "fetched", "links_shm", "links_tcp"),

@@ -45,6 +45,7 @@ class DecodeStats:
     finished: int = 0
     cancelled: int = 0
     failed: int = 0
+    choices_stopped: int = 0  # those that the client had all of, ended before the others
     active: int = 0
     reserving: int = 0
     emit_backlog: int = 0
@@ -110,6 +111,29 @@ class DecodeWorker:
             self.counts.cancelled += 1
             self._end(job, refund=True)
 
+    def cancel_choice(self, request_id: RequestId, epoch: int, choice: int) -> None:
+        seq_id = self._by_request.get(request_id)
+        job = self._jobs.get(seq_id) if seq_id else None
+        if job is not None and job.fence.epoch == epoch and choice in job.choices.open:
+            job.unwanted.add(choice)
+            self._stop_unwanted(job)
+
+    def _stop_unwanted(self, job: Job) -> None:
+        """End choices that nobody wants more of, once they are seqs of their own: when each has said something."""
+        parted = job.phase is Phase.RUNNING and any(job.choices.num_output)
+        stopped = sorted(job.unwanted) if parted else []
+        for choice in stopped:
+            job.unwanted.discard(choice)
+            if choice not in job.choices.open:
+                continue
+            self.counts.choices_stopped += 1
+            self._engine.abort(job.seq_ids[choice])
+            if job.choices.said(choice, job.choices.num_output[choice], "stop"):
+                self._finish(job)
+                return
+        if stopped:
+            self._wake.set()  # what waits for blocks may have them now
+
     def _supersede(self, task: DecodeTask) -> None:
         seq_id = self._by_request.get(task.request_id)
         if seq_id is not None and self._jobs[seq_id].fence.epoch < task.epoch:
@@ -145,6 +169,7 @@ class DecodeWorker:
                 self._reserve()
                 output = await self._engine.step()
                 if output is None:
+                    await link.publish_kv(self._engine.drain_events())  # what no step has reported
                     await self._wake.wait()
                     continue
                 self._say(output)
@@ -169,6 +194,8 @@ class DecodeWorker:
             if job := self._jobs.get(leader_of(item.seq_id) if choice else item.seq_id):
                 self._emit(job, choice, item, parcel)
         self.outbox.put(parcel)
+        for job in [job for job in self._jobs.values() if job.unwanted]:
+            self._stop_unwanted(job)
         for seq_id, error in output.failed:
             if job := self._jobs.get(leader_of(seq_id)):
                 self._fail(job, error)
@@ -242,6 +269,7 @@ class DecodeWorker:
             self._end(job, refund=False)
             self._engine.drop(job.seq_id)
         self.outbox.put(parcel)
+        self._stop_unwanted(job)
 
     async def _run_here(self, job: Job) -> None:
         """Compute the prompt on this worker."""

@@ -4,17 +4,22 @@ A seq's place in its grammar is a function of its output tokens: kept between st
 replay wherever it is not there (a handoff, a preempted or resumed seq, a forgotten one).
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
 
-from services.engine.sampler import AllowedTokens
 from services.engine.types import SampleSpec, SeqId
 from shared.errors import GrammarError
 from shared.grammar import Matcher, Vocabulary
 from shared.offload import Offload
+
+if TYPE_CHECKING:
+    from services.engine.sampler import AllowedTokens  # brings torch, which planner and simulation do without
 
 log = structlog.get_logger(__name__)
 MAX_COMPILED = 128

@@ -23,13 +23,26 @@ _MODEL = _object(id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_
 _USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT, prompt_tokens_details=_MAYBE)
 _MESSAGE = _object(role={"const": "assistant"}, content=_MAYBE_TEXT, refusal=_MAYBE_TEXT)
 _HEAD = {"id": _TEXT, "created": _COUNT, "model": _TEXT, "usage": _USAGE}
-_OUTPUT = _object(
-    id=_TEXT,
-    type={"const": "message"},
-    role={"const": "assistant"},
-    status={"enum": ["completed", "incomplete"]},
-    content=_list(_object(type={"const": "output_text"}, text=_TEXT, annotations=_list({}))),
-)
+_STATUS: JsonSchema = {"enum": ["completed", "incomplete"]}
+_OUTPUT: JsonSchema = {
+    "anyOf": [
+        _object(
+            id=_TEXT,
+            type={"const": "message"},
+            role={"const": "assistant"},
+            status=_STATUS,
+            content=_list(_object(type={"const": "output_text"}, text=_TEXT, annotations=_list({}))),
+        ),
+        _object(id=_TEXT, type={"const": "function_call"}, status=_STATUS, call_id=_TEXT, name=_TEXT, arguments=_TEXT),
+        _object(
+            id=_TEXT,
+            type={"const": "reasoning"},
+            status=_STATUS,
+            summary=_list({}),
+            content=_list(_object(type={"const": "reasoning_text"}, text=_TEXT)),
+        ),
+    ]
+}
 
 ERROR = _object(error=_object(message=_TEXT, type=_TEXT, param=_MAYBE_TEXT, code=_MAYBE_TEXT))
 ANSWERS: dict[str, JsonSchema] = {
@@ -50,7 +63,7 @@ ANSWERS: dict[str, JsonSchema] = {
         object={"const": "response"},
         created_at=_COUNT,
         model=_TEXT,
-        status={"enum": ["completed", "incomplete"]},
+        status=_STATUS,
         output=_list(_OUTPUT),
         incomplete_details=_MAYBE,
         usage=_object(input_tokens=_COUNT, output_tokens=_COUNT, total_tokens=_COUNT),

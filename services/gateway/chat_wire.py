@@ -19,7 +19,7 @@ class ChatWire(BaseWire):
     def __init__(self, response_id: str, created: int, model: str, include_usage: bool, shape: AnswerShape) -> None:
         super().__init__(response_id, created, model, include_usage)
         self._id = response_id
-        self._shape = shape
+        self.shape = shape
         self._parsers: dict[int, AnswerParser] = {}  # of the streamed choices
 
     def first(self, num_choices: int) -> bytes:
@@ -29,11 +29,11 @@ class ChatWire(BaseWire):
     def chunk(self, delta: Delta) -> bytes:
         """The finish reason has an event of its own, with an empty delta, as OpenAI sends it."""
         logprobs = self._logprobs(delta.logged) if delta.logged else None
-        if self._shape.is_plain:
+        if self.shape.is_plain:
             text = {"content": delta.text}
             events = self._delta(delta.choice, text, logprobs=logprobs) if delta.text or logprobs else b""
             return events + (self._delta(delta.choice, {}, delta.finish_reason) if delta.finish_reason else b"")
-        parser = self._parsers.setdefault(delta.choice, AnswerParser(self._shape))
+        parser = self._parsers.setdefault(delta.choice, AnswerParser(self.shape))
         pieces = parser.push(delta.text)
         if delta.finish_reason is not None:
             pieces += parser.finish()
@@ -60,8 +60,8 @@ class ChatWire(BaseWire):
 
     def _choice(self, index: int, text: str, reason: str) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if not self._shape.is_plain:
-            parser = AnswerParser(self._shape)
+        if not self.shape.is_plain:
+            parser = AnswerParser(self.shape)
             message |= self._parts(index, [*parser.push(text), *parser.finish()])
             reason = _reason(reason, parser)
         return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
@@ -72,7 +72,7 @@ class ChatWire(BaseWire):
         for piece in pieces:
             if isinstance(piece, CallBegan):
                 function = {"name": piece.name, "arguments": ""}
-                calls.append({"id": self._call_id(choice, piece.index), "type": "function", "function": function})
+                calls.append({"id": call_id(self._id, choice, piece.index), "type": "function", "function": function})
             elif isinstance(piece, CallPart):
                 calls[piece.index]["function"]["arguments"] += piece.text
         content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
@@ -80,7 +80,7 @@ class ChatWire(BaseWire):
         out: dict[str, Any] = {"content": None if calls and not content else content}
         if calls:
             out["tool_calls"] = calls
-        if self._shape.reasoning:
+        if self.shape.reasoning:
             out["reasoning_content"] = reasoning or None
         return out
 
@@ -92,20 +92,21 @@ class ChatWire(BaseWire):
             case Reasoning():
                 return {"reasoning_content": piece.text}
             case CallBegan():
-                call = {"index": piece.index, "id": self._call_id(choice, piece.index), "type": "function"}
+                call = {"index": piece.index, "id": call_id(self._id, choice, piece.index), "type": "function"}
                 return {"tool_calls": [call | {"function": {"name": piece.name, "arguments": ""}}]}
             case CallPart():
                 return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
-
-    def _call_id(self, choice: int, index: int) -> str:
-        """A function of the response, so that an answer which is written again says the same."""
-        return "call_" + blake2b(f"{self._id}/{choice}/{index}".encode(), digest_size=12).hexdigest()
 
     def _delta(
         self, index: int, delta: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return self._event(self._KIND, [choice])
+
+
+def call_id(response_id: str, choice: int, index: int) -> str:
+    """A function of the response, so that an answer which is written again says the same."""
+    return "call_" + blake2b(f"{response_id}/{choice}/{index}".encode(), digest_size=12).hexdigest()
 
 
 def _reason(reason: str, parser: AnswerParser) -> str:

@@ -49,11 +49,12 @@ class Choice:
         self.index = index
         self.reason: FinishReason | None = None
         self.num_output_tokens = 0
-        self._request, self._tokenizer, self._shown, self._number = request, tokenizer, shown, choice
+        self._request, self._tokenizer, self._shown, self.number = request, tokenizer, shown, choice
         self._ends = frozenset(request.sampling.stop_token_ids)
         self._text = tokenizer.detokenizer(skip_special_tokens=shown.skip_special_tokens)
         self._stops = StopMatcher(shown.stops, include=shown.include_stop)
-        self.is_cut = False  # it ended with a stop string: the worker does not know, and goes on
+        self.is_cut = False  # it ended with a stop string, which only the gateway knows
+        self.told_epoch = 0  # the worker of this epoch was told
         self._begun = False
         self._chars = 0  # of text that is certain, shown or not
         self._last: int | None = None
@@ -81,9 +82,9 @@ class Choice:
         """The last text: what was held back. Sets `reason`."""
         before, log, told = self._begin(())
         self.reason = event.reason
-        if event.reason in ("stop", "length") and self._number and self._last not in self._ends:
+        if event.reason in ("stop", "length") and self.number and self._last not in self._ends:
             self.reason = "length"
-        elif event.reason in ("stop", "length") and self._number:
+        elif event.reason in ("stop", "length") and self.number:
             self.reason = "stop"
         if self._shown.prompt_only and event.reason in ("stop", "length"):
             self.reason = "length"

@@ -143,6 +143,8 @@ class Generation:
                 delta = self._delta(item, choice) if choice.reason is None else None
                 if delta is not None:
                     ready.append(delta)
+                if choice.is_cut:
+                    self._stop(choice)
         if not ready and self._failure is not None:
             raise self._failure
         return ready
@@ -187,6 +189,14 @@ class Generation:
                 asked.stream, cancel="stop string" if any(c.is_cut for c in asked.choices) else ""
             )
         return delta if delta.text or delta.finish_reason or delta.logged or self._eager else None
+
+    def _stop(self, choice: Choice) -> None:
+        """Its worker is told once that the choice is cut while others go on; the worker of the next epoch anew, if it
+        is heard to go on with it."""
+        stream = self._of_choice[choice.index].stream
+        if stream is not None and stream.is_open and choice.told_epoch < stream.epoch:
+            choice.told_epoch = stream.epoch
+            self._services.streams.stop_choice(stream, choice.number)
 
     def _last_delta(self, finished: Finished, asked: _Asked, choice: Choice) -> Delta | None:
         asked.num_cached_tokens = finished.num_cached_tokens

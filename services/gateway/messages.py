@@ -62,8 +62,8 @@ def _message(value: Any, where: str) -> ChatMessage:
     message: ChatMessage = {"role": role, "content": _content(value.get("content"), role, fields.path("content"))}
     if name := fields.text("name"):
         message["name"] = name
-    if value.get("tool_calls"):
-        message["tool_calls"] = _calls(fields, role)
+    if calls := _calls(fields, role):
+        message["tool_calls"] = calls
     if role == "assistant" and (reasoning := fields.text("reasoning_content")):
         message["reasoning_content"] = reasoning
     if role == "tool" and (call_id := fields.text("tool_call_id")):
@@ -88,7 +88,9 @@ def _content(value: Any, role: str, where: str) -> str:
 
 def _calls(fields: Fields, role: str) -> list[dict[str, Any]]:
     path, value = fields.path("tool_calls"), fields.get("tool_calls")
-    if role != "assistant":
+    if value is None:
+        return []
+    if value and role != "assistant":
         raise bad_field(path, f"{path} belongs in messages of the assistant.")
     if not isinstance(value, list) or len(value) > MAX_CALLS:
         raise bad_field(path, f"{path} must be a list of at most {MAX_CALLS} calls.")
@@ -103,15 +105,23 @@ def _call(value: Any, where: str) -> dict[str, Any]:
     name = function.text("name")
     if not name:
         raise bad_field(function.path("name"), f"{function.path('name')} is missing.")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(checked_text(function.path("arguments"), arguments) or "{}")
-        except (msgspec.MsgspecError, RecursionError):
-            arguments = None
-    if not isinstance(arguments, dict):
-        raise bad_field(function.path("arguments"), f"{function.path('arguments')} must be a JSON object, as text.")
+    arguments = checked_arguments(function.get("arguments"), function.path("arguments"))
     out: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
     if call_id := call.text("id"):
         out["id"] = call_id
     return out
+
+
+def checked_arguments(value: Any, path: str) -> dict[str, Any]:
+    """A call's arguments, an object or its JSON, as the object.
+
+    :raises ApiError: 400, they are something else.
+    """
+    if isinstance(value, str):
+        try:
+            value = msgspec.json.decode(checked_text(path, value) or "{}")
+        except (msgspec.MsgspecError, RecursionError):
+            value = None
+    if not isinstance(value, dict):
+        raise bad_field(path, f"{path} must be a JSON object, as text.")
+    return value

@@ -22,6 +22,10 @@ class RequestPort(Protocol):
         """Drop the request, wherever it is. Idempotent; nothing happens if it has ended or never was."""
         ...
 
+    async def cancel_choice(self, request_id: RequestId, epoch: int, choice: int) -> None:
+        """One of several choices is complete for its client: no more of it, please. Only a hint."""
+        ...
+
     async def token_log(self, request_id: RequestId, choice: int) -> tuple[int, ...]:
         """All output tokens that were emitted so far: what repairs a gap."""
         ...

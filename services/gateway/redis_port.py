@@ -65,6 +65,9 @@ class RedisRequestPort:
     async def cancel(self, request_id: RequestId, reason: str) -> None:
         await self._leases.cancel(request_id, reason)
 
+    async def cancel_choice(self, request_id: RequestId, epoch: int, choice: int) -> None:
+        await self._leases.cancel_choice(request_id, epoch, choice)
+
     async def token_log(self, request_id: RequestId, choice: int) -> tuple[int, ...]:
         return await self._leases.token_log(request_id, choice)
 

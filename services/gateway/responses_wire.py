@@ -6,11 +6,13 @@ from typing import Any
 
 import msgspec
 
+from services.gateway.answer import AnswerParser, AnswerShape
 from services.gateway.answers import Answer
 from services.gateway.choice import Delta
 from services.gateway.errors import ApiError
 from services.gateway.generation import Usage
 from services.gateway.logprobs import LogprobWriter
+from services.gateway.responses_items import Event, OutputItems, Status
 
 _encode = msgspec.json.Encoder().encode
 
@@ -27,6 +29,8 @@ class Echo:
     metadata: dict[str, Any]
     user: str | None
     text_format: dict[str, Any]
+    tools: list[Any]
+    tool_choice: Any
 
 
 class ResponsesWire:
@@ -34,7 +38,7 @@ class ResponsesWire:
 
     done = b""  # the last event says that it is the last
 
-    def __init__(self, response_id: str, created: int, model: str, echo: Echo) -> None:
+    def __init__(self, response_id: str, created: int, model: str, echo: Echo, shape: AnswerShape) -> None:
         self.writer: LogprobWriter | None = None
         self._head: dict[str, Any] = {
             "id": response_id,
@@ -51,57 +55,44 @@ class ResponsesWire:
             "previous_response_id": None,
             "store": False,
             "text": {"format": echo.text_format},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": echo.tool_choice,
+            "tools": echo.tools,
             "truncation": "disabled",
         }
-        self._item_id = f"msg-{response_id.partition('-')[2]}"
-        self._place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        self._parser = AnswerParser(shape)
+        self._output = OutputItems(response_id)
         self._num_events = 0
-        self._texts: list[str] = []
         self._reason = ""
 
     def first(self, num_choices: int) -> bytes:
         begun = self._response("in_progress", [])
-        return b"".join(
-            (
-                self._event("response.created", response=begun),
-                self._event("response.in_progress", response=begun),
-                self._event("response.output_item.added", output_index=0, item=self._item("in_progress", [])),
-                self._event("response.content_part.added", **self._place, part=_part("")),
-            )
-        )
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def chunk(self, delta: Delta) -> bytes:
         self._reason = delta.finish_reason or self._reason
-        if not delta.text:
-            return b""
-        self._texts.append(delta.text)
-        return self._event("response.output_text.delta", **self._place, delta=delta.text, logprobs=[])
+        return self._events(self._output.push(self._parser.push(delta.text)))
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """The events of the end."""
-        text = "".join(self._texts)
-        whole = self._whole(text, self._reason, usage)
-        (item,) = whole["output"]
-        return b"".join(
-            (
-                self._event("response.output_text.done", **self._place, text=text, logprobs=[]),
-                self._event("response.content_part.done", **self._place, part=_part(text)),
-                self._event("response.output_item.done", output_index=0, item=item),
-                self._event(f"response.{whole['status']}", response=whole),
-            )
-        )
+        events = self._events(self._finish(self._reason))
+        whole = self._whole(self._reason, usage)
+        return events + self._event(f"response.{whole['status']}", response=whole)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
-        return _encode(self._whole(answers[0].text, answers[0].reason, usage))
+        self._output.push(self._parser.push(answers[0].text))
+        self._finish(answers[0].reason)
+        return _encode(self._whole(answers[0].reason, usage))
 
     def error(self, error: ApiError) -> bytes:
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
-    def _whole(self, text: str, reason: str, usage: Usage) -> dict[str, Any]:
-        status = "incomplete" if reason == "length" else "completed"
-        response = self._response(status, [self._item(status, [_part(text)])])
+    def _finish(self, reason: str) -> list[Event]:
+        rest = self._output.push(self._parser.finish())
+        return rest + self._output.finish(_status(reason))
+
+    def _whole(self, reason: str, usage: Usage) -> dict[str, Any]:
+        status = _status(reason)
+        response = self._response(status, self._output.items)
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         response["usage"] = {
@@ -117,8 +108,8 @@ class ResponsesWire:
         ends = {"error": None, "incomplete_details": None, "usage": None}
         return {**self._head, **ends, "status": status, "output": output}
 
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+    def _events(self, events: list[Event]) -> bytes:
+        return b"".join(self._event(kind, **values) for kind, values in events)
 
     def _event(self, kind: str, **values: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._num_events, **values}
@@ -126,5 +117,5 @@ class ResponsesWire:
         return b"event: " + kind.encode() + b"\ndata: " + _encode(event) + b"\n\n"
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _status(reason: str) -> Status:
+    return "incomplete" if reason == "length" else "completed"

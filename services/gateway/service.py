@@ -112,7 +112,13 @@ def gate_of(process: Process) -> Gate:
 
 def http_limits(config: GatewayConfig) -> HttpLimits:
     """Of the public port."""
-    return HttpLimits(config.header_timeout_s, config.max_connections, config.tls_cert, config.tls_key)
+    return HttpLimits(
+        header_timeout_s=config.header_timeout_s,
+        stall_s=config.client_stall_s,
+        max_connections=config.max_connections,
+        tls_cert=config.tls_cert,
+        tls_key=config.tls_key,
+    )
 
 
 def internal_app(probes: Probes, streams: Streams, process: Process) -> Starlette:

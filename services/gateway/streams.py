@@ -221,6 +221,12 @@ class Streams:
             stream.ended_upstream = True
             self._tasks.start_soon(self._cancel, stream.request_id, cancel)
 
+    def stop_choice(self, stream: RequestStream, choice: int) -> None:
+        """Nobody wants more of this choice, while others go on: the worker is told, beside. Should it not hear it, what
+        it says in vain shows that."""
+        if self._tasks is not None and not stream.ended_upstream:
+            self._tasks.start_soon(self._stop_choice, stream.request_id, stream.epoch, choice)
+
     async def run(self) -> None:
         """Drain events, for as long as the gateway lives."""
         async with anyio.create_task_group() as tasks:
@@ -296,6 +302,12 @@ class Streams:
                 return False
         stream.parked = None
         return True
+
+    async def _stop_choice(self, request_id: RequestId, epoch: int, choice: int) -> None:
+        try:
+            await self._port.cancel_choice(request_id, epoch, choice)
+        except BatonError as exc:
+            log.warning("choice not stopped", request_id=request_id, choice=choice, error=str(exc))
 
     async def _cancel(self, request_id: RequestId, reason: str) -> None:
         """Until Redis has taken it: nobody else knows that the client is gone. At this gateway's end once more, and

@@ -9,6 +9,7 @@ from services.gateway.errors import bad_field
 from services.gateway.fields import Fields
 
 MAX_TOOLS = 128
+CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]}
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -34,7 +35,7 @@ def read_tools(fields: Fields) -> ToolAsk:
     :raises ApiError: 400 that names the part which is wrong.
     """
     value = fields.get("tools", {"type": "array", "maxItems": MAX_TOOLS})
-    choice = fields.get("tool_choice", {"type": ["string", "object"]})
+    choice = fields.get("tool_choice", CHOICE_SCHEMA)
     parallel = fields.get("parallel_tool_calls") is None or fields.boolean("parallel_tool_calls")
     if not value:
         if value not in (None, []):
@@ -50,7 +51,22 @@ def read_tools(fields: Fields) -> ToolAsk:
         raise bad_field("tools", "tools must have different names.")
     if choice == "none":
         return ToolAsk()
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        tools, choice = _allowed(tools, Fields(choice, "tool_choice."))
     return ToolAsk(tools, _forced(tools, choice), parallel)
+
+
+def _allowed(tools: tuple[Tool, ...], choice: Fields) -> tuple[tuple[Tool, ...], str]:
+    """Some of the tools: the others are not shown to the model. Also the choice among them."""
+    allowed = choice.object("allowed_tools")
+    listed = None if allowed is None else allowed.get("tools")
+    mode = None if allowed is None else allowed.get("mode")
+    if not isinstance(listed, list) or not all(isinstance(t, dict) for t in listed) or mode not in ("auto", "required"):
+        raise bad_field("tool_choice", "tool_choice.allowed_tools must have a mode, auto or required, and tools.")
+    named = {tool.name for item in listed for tool in _forced(tools, item)}
+    if not named:
+        raise bad_field("tool_choice", "tool_choice.allowed_tools.tools is empty.")
+    return tuple(tool for tool in tools if tool.name in named), mode
 
 
 def _tool(value: Any, where: str) -> Tool:

@@ -132,6 +132,9 @@ class PrefillWorker:
             self.counts.cancelled += 1
             self._end(job, reason)
 
+    def cancel_choice(self, request_id: RequestId, epoch: int, choice: int) -> None:
+        """Nothing: the choices part behind what is computed here."""
+
     def _supersede(self, task: PrefillTask) -> None:
         seq_id = self._by_request.get(task.request_id)
         if seq_id is not None and self._jobs[seq_id].fence.epoch < task.epoch:
@@ -173,6 +176,7 @@ class PrefillWorker:
                 self._wake = anyio.Event()
                 output = await self._engine.step()
                 if output is None:
+                    await link.publish_kv(self._engine.drain_events())  # what no step has reported
                     await self._wake.wait()
                     continue
                 self._say(output)

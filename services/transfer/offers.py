@@ -86,11 +86,11 @@ class Offer:
         :param last: set on the final announcement, and on that only.
         """
         assert len(block_ids) == len(digests)
+        if not self.is_open:
+            return  # it counts nothing any more, so the order of what comes now is nobody's fault
         assert first_block == self._next_block, f"announced block {first_block}, expected {self._next_block}"
         assert not self._complete, "announced after the last"
         assert all(0 <= b < self._book.num_blocks for b in block_ids)
-        if not self.is_open:
-            return
         self._next_block += len(block_ids)
         self._announced.update(block_ids)
         self._complete = last is not None

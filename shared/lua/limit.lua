@@ -12,7 +12,7 @@ for _, gone in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now)) do -- i
   redis.call('HDEL', KEYS[1], 'c:' .. gone)
 end
 local saved = redis.call('HMGET', KEYS[1], 'r', 't', 'at')
-local since, left = now - (tonumber(saved[3]) or now), {}
+local since, left = math.max(0, now - (tonumber(saved[3]) or now)), {} -- 0 where the clock was set back
 for i, name in ipairs({'r', 't'}) do
   left[name] = math.min(max[name], (tonumber(saved[i]) or max[name]) + since * max[name] / 60000)
 end

@@ -151,11 +151,11 @@ class Stack:
         names = [n for n in self._specs if n.startswith(f"{role}-") and self._processes[n].poll() is None]
         return sum(self.metrics(name)[f"{role}_{metric}"] for name in names)
 
-    def token_log(self, response_id: str) -> tuple[int, ...]:
+    def token_log(self, response_id: str, choice: int = 0) -> tuple[int, ...]:
         """Tokens that were emitted for a response, as Redis keeps them for a minute after its end."""
         keys = Keys(self.settings.redis.cell)
         with redis.Redis.from_url(self.redis.url) as client:
-            return unpack_tokens(client.get(keys.log(response_id)) or b"")
+            return unpack_tokens(client.get(keys.log(response_id, choice)) or b"")
 
     def redis_call(self, *command: Any) -> Any:
         with redis.Redis.from_url(self.redis.url) as client:

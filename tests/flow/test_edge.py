@@ -4,11 +4,13 @@ import json
 import re
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.flow.stack import ROOT, Stack
@@ -69,6 +71,30 @@ def test_keys_tenants_and_limits(stack: Stack) -> None:
     logs = "".join(path.read_text() for path in stack.logs.iterdir())
     assert not any(secret in logs for secret in secrets)
     assert not any(secret in str(stack.redis_call("HGETALL", "{baton}:apikeys")) for secret in secrets)
+
+
+def test_refusals_at_the_edge_are_the_clients_exceptions(stack: Stack) -> None:
+    """401 without a valid key, 429 with the time to wait, which the client keeps to by itself, and no connection."""
+    key = keys(stack, "add", "slow", "--rpm", "60")
+    stack.wait_until(lambda: ask(stack, "whatever").status_code == 401, "the gateway asks for keys")
+    asked: Any = {"model": "default", "prompt": PROMPT, "max_tokens": 1}
+    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError) as wrong:
+            client.completions.create(**asked)
+        assert wrong.value.code == "invalid_api_key"
+        mine = client.with_options(api_key=key)
+        with pytest.raises(openai.RateLimitError) as limited:
+            deque((mine.completions.create(**asked) for _ in range(200)), maxlen=0)
+        headers = limited.value.response.headers
+        assert (limited.value.code, headers["retry-after"]) == ("rate_limit_exceeded", "1")
+        assert (headers["x-ratelimit-limit-requests"], headers["x-ratelimit-remaining-requests"]) == ("60", "0")
+        assert headers["x-request-id"] == limited.value.request_id
+        answer = mine.with_options(max_retries=3).completions.with_raw_response.create(**asked)
+        assert answer.retries_taken >= 1
+        assert int(answer.headers["x-ratelimit-limit-requests"]) == 60
+    with openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="none", max_retries=0) as nobody:
+        with pytest.raises(openai.APIConnectionError):
+            nobody.models.list()
 
 
 def test_the_public_port_has_no_metrics(stack: Stack) -> None:

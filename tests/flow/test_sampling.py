@@ -131,6 +131,25 @@ def test_greedy_choices_are_equal(pair: Stack, alone: Stack, tiny_oracle: Oracle
         stack.wait_idle()
 
 
+def test_a_stop_string_ends_its_choice_in_the_worker(pair: Stack, alone: Stack) -> None:
+    """One of three choices is cut: the worker gives it up before the others, which say what they say without it."""
+    body = SAMPLED | {"model": "default", "prompt": PROMPT, "n": 3, "max_tokens": 600, "extra_body": EXTRA}
+    for stack in (pair, alone):
+        whole = client(stack).completions.create(**body)
+        texts = [choice.text for choice in whole.choices]
+        at = next(i for i in range(20, 400) if not any(texts[1][i : i + 5] in other for other in (texts[0], texts[2])))
+        stop, before = texts[1][at : at + 5], stack.total("decode", "choices_stopped_total")
+        cut = client(stack).completions.create(stop=stop, **body)
+        want = [texts[0], texts[1][: texts[1].index(stop)], texts[2]]
+        assert [choice.text for choice in cut.choices] == want
+        assert [choice.finish_reason for choice in cut.choices] == ["length", "stop", "length"]
+        assert stack.total("decode", "choices_stopped_total") == before + 1
+        logs = [stack.token_log(cut.id, choice) for choice in range(3)]
+        assert (len(logs[0]), len(logs[2])) == (600, 600)
+        assert len(logs[1]) < 600
+        stack.wait_idle()
+
+
 def test_best_of_gives_the_most_probable(pair: Stack) -> None:
     """The two best of five, by mean log-probability, of the same five that n=5 gives."""
     body = {**SAMPLED, "model": "default", "prompt": PROMPT, "extra_body": EXTRA}

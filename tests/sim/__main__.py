@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.sim import catches, runner
 from tests.sim.mutants import BY_NAME
 from tests.sim.plan import Plan, draw
-from tests.sim.pool import Job, catch, processes, run_seed
+from tests.sim.pool import Job, catch_it_alone, processes, run_seed
 from tests.sim.runner import Report
 from tests.sim.shrink import describe, shrink
 
@@ -21,7 +21,7 @@ def main() -> int:
     if args.verbose:
         runner.LOG_LEVEL = 30
     if args.remember:
-        return remember()
+        return remember(args.jobs)
     if args.seed is not None:
         return one(args)
     return many(range(args.first, args.first + args.seeds), args.requests, args.jobs)
@@ -71,10 +71,10 @@ def many(seeds: range, num_requests: int, num_jobs: int | None) -> int:
     return 1 if failed else 0
 
 
-def remember() -> int:
+def remember(num_jobs: int | None) -> int:
     """Write down which seed shows each planted bug."""
-    with processes() as each:
-        found = list(each(catch, list(BY_NAME)))
+    with processes(num_jobs) as each:
+        found = list(each(catch_it_alone, list(BY_NAME)))
     for one in found:
         print(f"{one.name}: seed {one.seed}: {one.violation[:100]!r}{' FAILS WITHOUT IT' if one.without else ''}")
     lines = [f'    "{one.name}": {one.seed},' for one in found if one.seed is not None and not one.without]

@@ -57,8 +57,10 @@ class Book:
         self._store, self._keys, self._complain = store, keys, complain
         self._records: dict[str, Record] = {}
         self._term = 0
+        self._cell = keys.cell.encode()
         self.cancelled_in: Counter[str] = Counter()  # states of requests when they were cancelled
-        self._said: dict[bytes, tuple[int, int]] = {}  # stream -> last id seen
+        self._queued, self._leases = keys.queued().encode(), keys.leases().encode()
+        self._checks = {name.removeprefix("_after_"): getattr(self, name) for name in dir(self) if "_after_" in name}
 
     def forget_all(self) -> None:
         """Redis is empty."""
@@ -66,9 +68,9 @@ class Book:
         self._term = 0
 
     def script_ran(self, name: str, keys: list[Any], args: list[Any], answer: Any) -> None:
-        check = getattr(self, f"_after_{name}", None)
+        check = self._checks.get(name)
         if check is not None:
-            check([_text(key) for key in keys], args, answer)
+            check(keys, args, answer)
 
     # --- what each script must do ---
 
@@ -140,8 +142,8 @@ class Book:
                 if want == 1:
                     record.log += _unpack(args[5 * i + 3])[len(record.log) - index :]
             self._expect(answer == want, f"emit of {request_id}/{epoch}: {answer}, expected {want}")
-        for key in keys[1::2]:  # once all are in: an entry may have several items of one request
-            self._compare(key.rsplit(":", 1)[1])
+        for request_id in dict.fromkeys(key.rsplit(":", 1)[1] for key in keys[1::2]):  # once all items are in
+            self._compare(request_id)
 
     def _after_complete(self, keys: list[str], args: list[Any], answer: int) -> None:
         request_id, epoch, attempt = str(args[0]), int(args[1]), str(args[2])
@@ -212,7 +214,8 @@ class Book:
         told = [h for h in (record.prefill, record.decode) if h not in ("", "-")] if record.state in LIVE else []
         record.state, record.epoch, record.finished = "queued", epoch + 1, 0
         record.attempt = record.holder = record.prefill = record.decode = ""
-        self._expect(keys[1].encode() not in self._store.deadlines, f"{request_id} is adopted and expires")
+        for key in (keys[1], keys[6]):
+            self._expect(key.encode() not in self._store.deadlines, f"{request_id} is adopted and {key} expires")
         marker = EpochRaised(request_id, epoch + 1, len(record.log))  # type: ignore[arg-type]
         last = self._last(keys[4], _gateway)
         self._expect(last == marker, f"adoption of {request_id}/{epoch}: {last} instead of {marker}")
@@ -254,16 +257,18 @@ class Book:
         record = self._records.get(request_id)
         if record is None:
             return
-        fields = self._store.get(self._keys.request(request_id).encode()) or {}  # type: ignore[arg-type]
-        want = (record.state, record.epoch, record.attempt, record.holder)
+        get, state, member = self._store.get, record.state, request_id.encode()
+        fields = get(b"{%s}:req:%s" % (self._cell, member)) or {}
+        want = (state, record.epoch, record.attempt, record.holder)
         have = (_of(fields, b"st"), int(fields.get(b"ep", 0)), _of(fields, b"at"), _of(fields, b"ho"))
-        self._expect(have == want, f"{request_id} is {have}, expected {want}")
-        log = self._store.get(self._keys.log(request_id).encode()) or b""  # type: ignore[arg-type]
-        self._expect(len(log) == 4 * len(record.log), f"log of {request_id}: {len(log) // 4}, expected {record.log}")
-        queued = request_id.encode() in (self._store.get(self._keys.queued().encode()) or {})
-        self._expect(queued == (record.state == "queued"), f"{request_id} is {record.state}, in the queue: {queued}")
-        leased = request_id.encode() in (self._store.get(self._keys.leases().encode()) or {})
-        self._expect(leased == (record.state in LIVE[1:]), f"{request_id} is {record.state}, leased: {leased}")
+        if have != want:
+            self._complain(f"{request_id} is {have}, expected {want}")
+        log = get(b"{%s}:log:%s:0" % (self._cell, member)) or b""
+        if len(log) != 4 * len(record.log):
+            self._complain(f"log of {request_id}: {len(log) // 4}, expected {record.log}")
+        queued, leased = member in (get(self._queued) or ()), member in (get(self._leases) or ())
+        if queued != (state == "queued") or leased != (state in LIVE[1:]):
+            self._complain(f"{request_id} is {state}, in the queue: {queued}, leased: {leased}")
 
     def _expect_told(self, holder: str, request_id: str, epoch: int) -> None:
         last = self._last(self._keys.control(holder).key, _control)  # type: ignore[arg-type]
@@ -282,10 +287,6 @@ class Book:
     def _expect(self, holds: bool, text: str) -> None:
         if not holds:
             self._complain(text)
-
-
-def _text(key: Any) -> str:
-    return key.decode() if isinstance(key, bytes) else str(key)
 
 
 def _of(fields: dict[bytes, bytes], name: bytes) -> str:

@@ -1,6 +1,7 @@
 """The simulated clients: what they ask, what they hear, and what they must have heard in the end."""
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from random import Random
 from typing import TYPE_CHECKING, ClassVar
 
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 
 BLOCK = 4
 ROOT = chain_root()
+
+
+@lru_cache(4096)
+def _answer(prompt: tuple[int, ...], max_tokens: int, seed: int) -> tuple[int, ...]:
+    return fake_answer(prompt, max_tokens, seed=seed)
 
 
 class Words:
@@ -66,10 +72,14 @@ class Ask:
     reads_every: float = 0.0  # a slow client pauses between reads
     queued: Queued | None = None
 
+    def tokens(self) -> tuple[int, ...]:
+        """All that could come, from the fake model's definition."""
+        return _answer(self.prompt, self.max_tokens, self.seed)
+
     def expected(self) -> tuple[str, str]:
         """Text and reason, from the fake model's definition."""
         shown: list[str] = []
-        for token in fake_answer(self.prompt, self.max_tokens, seed=self.seed):
+        for token in self.tokens():
             if token == self.stop_token:
                 return "".join(shown), "stop"
             shown.append(f"{token} ")
@@ -105,7 +115,7 @@ def draw_asks(
         prompt = rng.choice(prefixes) if rng.random() < 0.4 else ()
         more = rng.choice((1, 2, 5, 9, 9, 16, 21)) if rng.random() < 0.93 else rng.randrange(40, 90)
         prompt += tuple(rng.randrange(VOCAB_SIZE) for _ in range(more))
-        max_tokens = rng.choice((1, 2, 3, 5, 8, 8, 13)) if rng.random() < (0.5 if talkative else 0.95) else 40
+        max_tokens = rng.choice((1, 2, 3, 5, 8, 9)) if rng.random() < (0.75 if talkative else 0.95) else 40
         ask = _draw(rng, f"r{i}", at, prompt, max_tokens, leavers)
         asks.append(_through_queue(rng, ask) if rng.random() < queued else ask)
     return asks
@@ -125,10 +135,10 @@ def _draw(rng: Random, name: str, at: float, prompt: tuple[int, ...], max_tokens
     if rng.random() < leavers:
         return Ask(**{**vars(ask), "leaves_after": rng.expovariate(8)})
     if dice < 0.1 or (max_tokens > 20 and dice < 0.5):
-        answer = fake_answer(prompt, max_tokens, seed=seed)
+        answer = _answer(prompt, max_tokens, seed)
         return Ask(**{**vars(ask), "stop_token": rng.choice(answer)})
     if dice < 0.15:
-        answer = fake_answer(prompt, max_tokens, seed=seed)
+        answer = _answer(prompt, max_tokens, seed)
         return Ask(**{**vars(ask), "stop_text": f"{rng.choice(answer)} "})
     if dice < 0.2:
         return Ask(**{**vars(ask), "reads_every": rng.uniform(0.05, 0.6)})

@@ -210,7 +210,7 @@ class Judge:
         if told is not None and int(epoch) <= told[0] and step > told[1] + 1:
             self._world.violate(f"{life.incarnation} works on {seq_id}, whose cancel it heard before")
         now, blind_until = self._world.clock.now(), max(life.disturbed_at, self.disturbed_at)
-        slowness = life.slow_steps if now <= life.slow_steps_until else life.slowness
+        slowness = life.slow_steps if now <= life.slow_steps_until + 0.01 else life.slowness
         grace_s = GRACE_S + 0.1 * slowness * self._world.plan.pace
         last_epoch, since = self._over.get(request_id, (0, now))
         if int(epoch) <= last_epoch and now - max(since, blind_until) > grace_s:

@@ -23,6 +23,7 @@ class StepOffload:
         self._life = life
         self._free_at = 0.0
         self._last: StepTicket | None = None
+        self._was_slow = False
 
     async def run(self, fn: Callable[..., Any], *args: object) -> Any:
         world = self._life.world
@@ -46,7 +47,10 @@ class StepOffload:
                 cost = 3 * HANG_S
         self._free_at = max(self._free_at, world.clock.now()) + cost
         if life.slowness > 1.0:
-            life.slow_steps, life.slow_steps_until = life.slowness, self._free_at
+            life.slow_steps = life.slowness
+        if life.slowness > 1.0 or self._was_slow:  # one that was planned during a slow step is late as well
+            life.slow_steps_until = self._free_at
+        self._was_slow = life.slowness > 1.0
         ticket = StepTicket(world, fn, args, self._free_at, self._last)
         self._last = ticket
         return ticket

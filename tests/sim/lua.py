@@ -14,14 +14,12 @@ _table = _lua.table_from
 _pack = msgspec.msgpack.Encoder().encode
 
 
-class _Here:
-    """Where `redis.call` goes just now: scripts run one at a time."""
-
-    store: Store
+_commands: dict[bytes | str, Any] = {}
+"""Where `redis.call` goes just now: scripts run one at a time."""
 
 
 def _call(name: bytes, *args: Any) -> Any:
-    answer = _Here.store.run(name, *args)
+    answer = _commands[name](*[arg if type(arg) is bytes else raw(arg) for arg in args])
     if answer is None:
         return False
     if type(answer) is list:
@@ -50,20 +48,19 @@ def _compiled(text: str) -> Any:
 
 def evaluate(store: Store, text: str, keys: Sequence[Any], args: Sequence[Any]) -> Any:
     """The script's answer, as redis-py gives it."""
-    _Here.store = store
-    return _answer(_compiled(text)(_table([raw(k) for k in keys]), _table([raw(a) for a in args])))
+    global _commands
+    _commands = store.commands
+    return _answer(_compiled(text)(_table(list(map(raw, keys))), _table(list(map(raw, args)))))
 
 
 def _answer(value: Any) -> Any:
+    kind = type(value)
+    if kind is bytes or kind is int:
+        return value
     if value is None or value is False:
         return None
     if value is True:
         return 1
-    if isinstance(value, float):
+    if kind is float:
         return int(value)
-    if isinstance(value, bytes | int):
-        return value
-    out = []
-    for i in range(1, len(value) + 1):
-        out.append(_answer(value[i]))
-    return out
+    return [_answer(value[i]) for i in range(1, len(value) + 1)]

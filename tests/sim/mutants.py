@@ -5,6 +5,7 @@ away alone changes nothing that anybody could see: such mutants take both, or br
 """
 
 from services.decode.worker import DecodeWorker
+from services.engine.engine import Engine
 from services.gateway.keeper import Keeper
 from services.gateway.streams import RequestStream, Streams
 from services.prefill.worker import PrefillWorker
@@ -142,6 +143,7 @@ MUTANTS: tuple[Mutant, ...] = (
     python("the buried go on", Roster, "heartbeat", heartbeat_always, ("freeze", "partition")),
     python("leases are renewed without progress", WorkerLink, "_is_stuck", lambda self, progress: False, ("hang",)),
     python("the index overlooks holes", PrefixIndex, "apply", apply_over_gaps, ("kv_loss",)),
+    python("an idle engine's cache changes are not told", Engine, "drain_events", lambda self: (), leavers=0.5),
     python("no sign after the last KV event", WorkerLink, "_sign", do_nothing, ("kv_loss",)),
     lua(
         "renew asks for no fence",

@@ -1,5 +1,7 @@
 """Planted bugs of submissions through Redis. See `mutants.py`."""
 
+from typing import Any
+
 from services.gateway.queue_ingress import QueueIngress
 from tests.sim.mutant import Mutant, lua, python
 from tests.sim.wrong import do_nothing
@@ -7,6 +9,9 @@ from tests.sim.wrong import do_nothing
 WIDOWS = ("widow", "widow", "blink")
 GATEWAYS = ("widow", "doze_gateway")
 LOSSES = ("lost_replies",)
+STUPORS = ("stupor",)
+ALONE: dict[str, Any] = {"queued": 0.8, "sizes": (("num_gateways", 1),)}
+"""Nobody takes over, so a gateway that is given up comes back to requests of its own that were cancelled."""
 
 OF_THE_QUEUE: tuple[Mutant, ...] = (
     lua("nobody owns a submission", "submit_open", "redis.call('HSET', KEYS[1], 'owner', ARGV[1])"),
@@ -77,5 +82,15 @@ OF_THE_QUEUE: tuple[Mutant, ...] = (
         "submit_renew",
         "redis.call('XCLAIM', KEYS[1], ARGV[2], ARGV[1], 0, entry, 'IDLE', ARGV[3], 'JUSTID')",
     ),
+    lua(
+        "anybody ends a submission",
+        "submit_end",
+        "if s[1] ~= ARGV[1] then return 0 end",
+        "",
+        ("last_word",),
+        queued=0.8,
+    ),
+    lua("an adopted request expires", "submit_adopt", "redis.call('PERSIST', KEYS[2])", "", STUPORS, **ALONE),
+    lua("an adopted request's log expires", "submit_adopt", "redis.call('PERSIST', KEYS[7])", "", STUPORS, **ALONE),
     python("a dead gateway's submissions wait for ever", QueueIngress, "_claim", do_nothing, ("widow",)),
 )

@@ -9,13 +9,13 @@ from tests.sim.calls import Ask, draw_asks
 
 FAULTS = (
     *("crash", "freeze", "nap", "partition", "slow", "redis_down", "lost_replies"),
-    *("cut", "flip", "kv_loss", "kv_repeat"),
+    *("cut", "flip", "kv_loss", "kv_repeat", "skew"),
 )
-RARE = ("wipe", "usurp", "drain", "jump", "ghost", "bad_steps", "hang")
+RARE = ("wipe", "usurp", "drain", "jump", "ghost", "bad_steps", "hang", "last_word")
 ROLES = ("prefill", "decode", "gateway", "scheduler", "index")
 EVERY_KIND = (
-    *(f"{kind} {role}" for kind in ("crash", "freeze", "partition", "slow") for role in ROLES),
-    *("redis_down", "wipe", "lost_replies", "flip", "kv_loss", "kv_repeat", "jump", "ghost", "bad_steps"),
+    *(f"{kind} {role}" for kind in ("crash", "freeze", "partition", "slow", "skew") for role in ROLES),
+    *("redis_down", "wipe", "lost_replies", "flip", "kv_loss", "kv_repeat", "jump", "jump back", "ghost", "bad_steps"),
     *(
         "cut prefill",
         "usurp scheduler",
@@ -24,6 +24,7 @@ EVERY_KIND = (
         "drain gateway",
         "hang prefill",
         "hang decode",
+        "last_word gateway",
     ),
 )
 """What must have struck over the seeds of a long run, whom where it matters."""
@@ -97,7 +98,7 @@ def draw(
         pace=pace,
         shm=rng.random() < 0.5,
         max_queued=30 if seed % 8 == 7 else 100_000,
-        thorough=seed % 4 == 0,
+        thorough=seed % 8 == 0,
         max_attempts=3 if seed % 5 == 2 else 12,
     )
 
@@ -127,7 +128,11 @@ def _fault(rng: Random, at: float, slots: list[str], kinds: Sequence[str]) -> Fa
         case "usurp":
             return Fault(at, kind, "scheduler-0", rng.choice((0.5, 3.0)))
         case "jump":
-            return Fault(at, kind, "", 0.0, rng.choice((0.5, 3.0, 20.0)))
+            return Fault(at, kind, "", 0.0, rng.choice((0.5, 3.0, 20.0, -0.5, -3.0, -10.0)))
+        case "skew":  # a process's own clock goes on from later, as after a suspension
+            return Fault(at, kind, rng.choice(slots), 0.0, rng.choice((0.5, 3.0, 20.0)))
+        case "last_word":  # a gateway stands still while the end of a submission is on its way, and arrives late
+            return Fault(at, kind, rng.choice(("gateway-0", "gateway-1")), rng.choice((3.0, 5.0)))
         case "bad_steps":
             return Fault(at, kind, "", 0.0, rng.choice((1, 2, 4)))
         case "freeze":

@@ -25,11 +25,12 @@ class Zset(dict[bytes, float]):
 
 def raw(value: Arg) -> bytes:
     """An argument as Redis sees it."""
-    if type(value) is bytes:
+    kind = type(value)
+    if kind is bytes:
         return value
-    if isinstance(value, str):
+    if kind is str or isinstance(value, str):
         return value.encode()
-    return number(value)
+    return b"%d" % value if kind is int else number(value)
 
 
 def number(value: float) -> bytes:
@@ -50,30 +51,27 @@ class Store:
         self.data: dict[bytes, Any] = {}
         self.deadlines: dict[bytes, float] = {}
         self.streams = StreamCommands(self)
-        self.added: set[bytes] = set()  # streams that grew since the owner last looked
-        self._commands: dict[bytes, Callable[..., Any]] = {
-            name.removeprefix("_do_").upper().encode(): getattr(owner, name)
-            for owner in (self, self.streams)
-            for name in dir(owner)
-            if name.startswith("_do_")
-        }
+        self.added: dict[bytes, None] = {}  # streams that grew since the owner last looked, in order
+        self.commands: dict[bytes | str, Callable[..., Any]] = {}  # by name, to be called with bytes alone
+        for owner in (self, self.streams):
+            for method in [name for name in dir(owner) if name.startswith("_do_")]:
+                name = method.removeprefix("_do_").upper()
+                self.commands[name] = self.commands[name.encode()] = getattr(owner, method)
 
-    def run(self, name: bytes, *args: Arg) -> Any:
-        return self._commands[name](*[arg if type(arg) is bytes else raw(arg) for arg in args])
-
-    def has(self, name: bytes) -> bool:
-        return name in self._commands
+    def run(self, name: bytes | str, *args: Arg) -> Any:
+        return self.commands[name](*[arg if type(arg) is bytes else raw(arg) for arg in args])
 
     # --- keys ---
 
     def get(self, key: bytes, kind: type | None = None) -> Any:
         """The live value, or None."""
-        deadline = self.deadlines.get(key)
-        if deadline is not None and deadline <= self._now():
+        value = self.data.get(key)
+        if value is None:
+            return None
+        if key in self.deadlines and self.deadlines[key] <= self._now():
             self.drop(key)
             return None
-        value = self.data.get(key)
-        if kind is not None and value is not None and type(value) is not kind:
+        if kind is not None and type(value) is not kind:
             raise WrongType(key)
         return value
 
@@ -142,11 +140,12 @@ class Store:
     # --- hashes ---
 
     def _do_hget(self, key: bytes, field: bytes) -> bytes | None:
-        return (self.get(key, dict) or {}).get(field)
+        value = self.get(key, dict)
+        return None if value is None else value.get(field)
 
     def _do_hmget(self, key: bytes, *fields: bytes) -> list[bytes | None]:
-        value = self.get(key, dict) or {}
-        return [value.get(field) for field in fields]
+        value = self.get(key, dict)
+        return [None] * len(fields) if value is None else list(map(value.get, fields))
 
     def _do_hset(self, key: bytes, *pairs: bytes) -> int:
         value = self.make(key, dict)

@@ -88,7 +88,7 @@ class StreamCommands:
             assert rest[1] == b"~", "only rough limits are modelled, which trim whole nodes of the tree"
             limit, rest = rest[2], rest[3:]
         entry, *fields = rest
-        store.added.add(key)
+        store.added[key] = None
         stream = store.make(key, Stream)
         added = stream.add(store.now_ms(), fields, None if entry == b"*" else parse_id(entry))
         assert limit is None or len(stream.ids) <= int(limit), "the model of MAXLEN ~ ends here"
@@ -166,8 +166,7 @@ class StreamCommands:
         reply = []
         for key, last in wanted.items():
             stream = self._stream(key)
-            found = stream.after(parse_id(last), count) if stream else []
-            if stream and found:
+            if stream is not None and stream.ids and (found := stream.after(parse_id(last), count)):
                 reply.append([key, [stream.shown(entry) for entry in found]])
         return reply or None
 

@@ -6,7 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from services.engine.fake_runner import fake_answer
+import anyio
+
 from tests.sim.redis_streams import EntryId, Stream
 from tests.sim.submits import BAD_STATUS, Submitter
 
@@ -24,6 +25,7 @@ class ResultBook:
         self._tokens: dict[str, list[int]] = {}
         self._text: dict[str, str] = {}
         self._ended: set[str] = set()
+        self._endings: dict[str, anyio.Event] = {}
         self._owners: dict[str, str] = {}
         self.entries: dict[str, str] = {}  # request -> id of the submission
         self.jumped_at = 0.0
@@ -35,6 +37,15 @@ class ResultBook:
         for book in (self._seen, self._tokens, self._text, self._ended, self._owners):
             book.clear()
         self.num_dead = 0
+        for name in list(self._endings):
+            self._endings.pop(name).set()
+
+    def ending(self, submission: str) -> anyio.Event:
+        """Set at its end, or when Redis loses everything."""
+        event = self._endings.setdefault(submission, anyio.Event())
+        if submission in self._ended:
+            event.set()
+        return event
 
     def script_ran(self, name: str, keys: list[Any], args: list[Any], answer: Any) -> None:
         match name:
@@ -95,6 +106,8 @@ class ResultBook:
         client = world.submitters.get(submission)
         if b"status" in values:
             self._ended.add(submission)
+            if submission in self._endings:
+                self._endings[submission].set()
             self._end(submission, client, values)
             return
         if client is None:
@@ -111,7 +124,7 @@ class ResultBook:
     def _answers(self, client: Submitter) -> list[tuple[Sequence[int], str, str]]:
         """Tokens, text and reason of all that was asked under the id."""
         asks = [ask for ask in (client.ask, client.other()) if ask is not None]
-        return [(fake_answer(ask.prompt, ask.max_tokens, seed=ask.seed), *ask.expected()) for ask in asks]
+        return [(ask.tokens(), *ask.expected()) for ask in asks]
 
     def _begins(self, submission: str, answer: tuple[Sequence[int], str, str]) -> bool:
         tokens, text, _ = answer

@@ -1,5 +1,6 @@
 """Runs plans: one, many, or one made as short as it can be."""
 
+import asyncio
 import gc
 import math
 from collections.abc import Iterator, MutableMapping
@@ -9,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from tests.sim.loop import IN_CALLBACK, START_S, VirtualLoop, numbered
+from tests.sim.loop import IN_CALLBACK, START_S, SimTask, VirtualLoop, in_order
 from tests.sim.plan import Plan
 from tests.sim.world import World
 
@@ -64,9 +65,10 @@ def run(plan: Plan, overrides: dict[str, str] | None = None) -> Report:
     """One world from its start to its end."""
     loop = VirtualLoop(plan.seed)
     loop.set_exception_handler(lambda _loop, _context: None)  # tasks of the dead
+    gc.freeze()  # what is there already is no garbage of this run
     gc.disable()  # by the number of objects, so at other moments in every run
     log: list[str] = []
-    with logs_to(log, loop), numbered():
+    with logs_to(log, loop), in_order():
         try:
             world = loop.run_until_complete(_main(loop, plan, overrides, log))
         finally:
@@ -82,7 +84,7 @@ def run(plan: Plan, overrides: dict[str, str] | None = None) -> Report:
         world.time(),
         loop.turns,
         world.redis.num_commands,
-        dict(world.struck),
+        dict(world.sufferings.struck),
         tuple(world.log),
         world.quiet_s,
         dict(world.judge.book.cancelled_in),
@@ -110,13 +112,11 @@ def _end(loop: VirtualLoop) -> None:
 
 
 async def _last_breath(loop: VirtualLoop) -> None:
-    import asyncio
-
     me = asyncio.current_task()
     for _ in range(200):
-        others = [task for task in asyncio.all_tasks(loop) if task is not me]
+        others = [task for task in asyncio.all_tasks(loop) if isinstance(task, SimTask) and task is not me]
         if not others:
             return
         await asyncio.sleep(0.5)
-        for task in others:
+        for task in sorted(others, key=lambda task: task.number):
             task.cancel()

@@ -1,4 +1,5 @@
-"""Clients of the Redis queue: they XADD, read their result as it grows, and submit again what Redis has lost."""
+"""Clients of the Redis queue: they XADD, read their result once it has ended (the judge looks at each entry as it is
+written), and submit again what Redis has lost."""
 
 from __future__ import annotations
 
@@ -95,6 +96,7 @@ class Submitter:
     async def _listen(self, world: World, link: RedisLink, lives: int) -> None:
         name = self.entry if self.ask.queued is not None and self.ask.queued.bad == "id" else self.ask.name
         key, last = world.keys.result(name), b"0-0"
+        await world.judge.results.ending(name).wait()
         while self.is_open:
             command = ("XREAD", "COUNT", 100, "BLOCK", WAIT_MS, "STREAMS", key, last)
             found = await link.call(lambda c=command: link.client.execute_command(*c))

@@ -213,6 +213,7 @@ _SCRIPT_ARGS: dict[str, tuple[list[str], list[Any]]] = {
         ],
         ["r", "?", "-", "d", b"m7", b"m8", b"m9", 60000, 600000],
     ),
+    "cancel_choice": ([R, "{t}:control:d"], ["?", "d", b"m9", 600000]),
     "requeue": (
         [
             *(R, "{t}:queued", "{t}:leases", GW, S, "{t}:log:r:0", "{t}:control:-", "{t}:control:d"),
@@ -253,7 +254,7 @@ BEGIN = (
     ("XADD", SUBMIT, "2-1", "id", "s"),
 )
 OF_THE_EDGE = {"limit", "limit_leave", "limit_renew"}
-"""No part of the simulated world: `tests/unit/shared/test_api_keys.py`."""
+"""No part of the simulated world: `test_limits.py`."""
 
 
 def test_every_script_is_compared() -> None:

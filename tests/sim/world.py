@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import traceback
-from collections import Counter
 from random import Random
 
 import anyio
@@ -25,9 +25,10 @@ from tests.sim.calls import BLOCK, Call
 from tests.sim.judge import Judge
 from tests.sim.loop import VirtualLoop
 from tests.sim.machines import MAINS, Life
-from tests.sim.plan import Fault, Plan
+from tests.sim.plan import Plan
 from tests.sim.redis_sim import SimRedis
 from tests.sim.submits import Submitter
+from tests.sim.sufferings import Sufferings
 from tests.sim.wire import WatchedNetwork
 
 RESTART_S = 0.3
@@ -42,13 +43,24 @@ class LoopClock:
         self._loop = loop
 
     def now(self) -> float:
-        return self._loop.time()
+        return self._loop._now
 
     def wall(self) -> float:
         return self._loop.time()
 
     async def sleep(self, seconds: float) -> None:
-        await anyio.sleep(seconds)
+        loop = self._loop
+        over = loop.create_future()
+        timer = loop.call_later(max(0.0, seconds), _end_sleep, over)
+        try:
+            await over
+        finally:
+            timer.cancel()
+
+
+def _end_sleep(over: asyncio.Future[None]) -> None:
+    if not over.done():
+        over.set_result(None)
 
 
 class LifeClock(LoopClock):
@@ -59,7 +71,10 @@ class LifeClock(LoopClock):
         self._offset = offset
 
     def now(self) -> float:
-        return super().now() + self._offset
+        return self._loop._now + self._offset
+
+    def skip(self, seconds: float) -> None:
+        self._offset += seconds
 
 
 def settings_of(plan: Plan) -> Settings:
@@ -93,13 +108,13 @@ class World:
         self.calls = [Call(ask) if ask.queued is None else Submitter(ask) for ask in plan.asks]
         self.submitters = {call.ask.name: call for call in self.calls if isinstance(call, Submitter)}
         self.num_wipes = 0
+        self._num_answered = 0  # the first so many are
         self.quiet_s = math.inf  # from the last end of a request, or a client's leaving, until all was at rest
         self.violations: list[str] = []
         self.stopping = False
         self.failed = anyio.Event()
         self.step_fails = 0
-        self.struck: Counter[str] = Counter()
-        self.num_usurpers = 0
+        self.sufferings = Sufferings(self)
         self.heirs: dict[str, Life] = {}
         self.judge = Judge(self)
 
@@ -107,7 +122,7 @@ class World:
         """Seconds since the start."""
         return self.loop.time() - self.began
 
-    def clock_of_a_life(self) -> Clock:
+    def clock_of_a_life(self) -> LifeClock:
         return LifeClock(self.loop, float(self.rng.randrange(1_000_000)))
 
     def note(self, text: str) -> None:
@@ -133,15 +148,22 @@ class World:
         names = [f"{role}-{i}" for role, count in counts.items() for i in range(count)]
         return [*names, "scheduler-0", "index-0"]
 
+    def new_life(self, name: str, number: int) -> Life:
+        life = Life(self, name, number)
+        self.all_lives.append(life)
+        return life
+
+    def start(self, life: Life) -> None:
+        """Its process begins."""
+        self.loop.start(life.proc, life.live(MAINS[life.name.split("-")[0]]))
+
     async def supervise(self, name: str) -> None:
         """Start the process, and start it again whenever it ends."""
         number = 0
-        main = MAINS[name.split("-")[0]]
         while not self.stopping:
             number += 1
-            life = self.lives[name] = Life(self, name, number)
-            self.all_lives.append(life)
-            self.loop.start(life.proc, life.live(main))
+            life = self.lives[name] = self.new_life(name, number)
+            self.start(life)
             await life.over.wait()
             while (heir := self.heirs.pop(life.incarnation, None)) is not None:
                 self.bury(life)
@@ -197,127 +219,9 @@ class World:
         return self.rng.choice(ready) if ready else None
 
     def all_answered(self) -> bool:
-        return not any(call.is_open for call in self.calls)
-
-    # --- faults ---
-
-    async def suffer(self, fault: Fault) -> None:
-        await self.clock.sleep(fault.at)
-        life = self.lives.get(fault.target)
-        role = f" {life.name.split('-')[0]}" if life is not None else ""
-        self.struck[fault.kind + role] += 1
-        self.note(f"fault {fault.kind} {life.incarnation if life else ''} {fault.seconds:.2f}s {fault.amount:g}")
-        await getattr(self, f"_suffer_{fault.kind}")(fault, life)
-        self.note(f"end of {fault.kind} {life.incarnation if life else ''}")
-
-    async def _suffer_crash(self, fault: Fault, life: Life | None) -> None:
-        if life is not None:
-            self.crash(life)
-
-    async def _suffer_freeze(self, fault: Fault, life: Life | None) -> None:
-        if life is not None and life.is_alive:
-            self.loop.freeze(life.proc)
-            await self.clock.sleep(fault.seconds)
-            life.wake(self.clock.now(), fault.seconds)
-            self.loop.thaw(life.proc)
-
-    async def _suffer_partition(self, fault: Fault, life: Life | None) -> None:
-        if life is not None and life.is_alive:
-            life.client.partitioned = True
-            await self.clock.sleep(fault.seconds)
-            life.wake(self.clock.now(), fault.seconds)
-            life.client.rejoin()
-
-    async def _suffer_slow(self, fault: Fault, life: Life | None) -> None:
-        if life is not None:
-            life.slowness = fault.amount
-            await self.clock.sleep(fault.seconds)
-            life.slowness = 1.0
-
-    async def _suffer_redis_down(self, fault: Fault, life: Life | None) -> None:
-        self.redis.stop()
-        await self.clock.sleep(fault.seconds)
-        self.judge.disturb(fault.seconds)
-        self.redis.start()
-
-    async def _suffer_lost_replies(self, fault: Fault, life: Life | None) -> None:
-        self.redis.network.lose_reply_p = fault.amount
-        await self.clock.sleep(fault.seconds)
-        self.redis.network.lose_reply_p = 0.0
-        self.judge.disturb(fault.seconds)
-
-    async def _suffer_cut(self, fault: Fault, life: Life | None) -> None:
-        if life is not None:
-            self.network.cut(self.network.services.get(life.incarnation), None)
-
-    async def _suffer_flip(self, fault: Fault, life: Life | None) -> None:
-        start = self.network.num_moved
-        self.network.faults.flip_blocks = frozenset(start + self.rng.randrange(30) for _ in range(int(fault.amount)))
-
-    async def _suffer_kv_loss(self, fault: Fault, life: Life | None) -> None:
-        key = self.keys.kv().key.encode()
-
-        def keep(stream: bytes, args: list[object]) -> bool:
-            return stream != key or self.rng.random() > fault.amount
-
-        self.redis.filters.append(keep)
-        await self.clock.sleep(fault.seconds)
-        self.redis.filters.remove(keep)
-
-    async def _suffer_kv_repeat(self, fault: Fault, life: Life | None) -> None:
-        key = self.keys.kv().key.encode()
-
-        def repeat(stream: bytes, args: list[object]) -> bool:
-            if stream == key and self.rng.random() < fault.amount:
-                self.redis.store.run(b"XADD", *args[1:])
-            return True
-
-        self.redis.filters.append(repeat)
-        await self.clock.sleep(fault.seconds)
-        self.redis.filters.remove(repeat)
-
-    async def _suffer_wipe(self, fault: Fault, life: Life | None) -> None:
-        self.redis.stop()
-        self.redis.wipe()
-        self.num_wipes += 1
-        self.judge.wiped()
-        self.redis.start()
-
-    async def _suffer_usurp(self, fault: Fault, old: Life | None) -> None:
-        """A second scheduler starts while the first is alive, and for a while both are."""
-        if old is None or not old.is_alive:
-            return
-        self.num_usurpers += 1
-        life = self.lives[old.name] = self.heirs[old.incarnation] = Life(self, old.name, 100 + self.num_usurpers)
-        self.all_lives.append(life)
-        self.loop.start(life.proc, life.live(MAINS["scheduler"]))
-        await self.clock.sleep(fault.seconds)
-        self.crash(old)
-
-    async def _suffer_drain(self, fault: Fault, life: Life | None) -> None:
-        if life is not None and life.is_alive:
-            self.loop.call_in(life.proc, life.stopping.set)
-
-    async def _suffer_jump(self, fault: Fault, life: Life | None) -> None:
-        self.redis.time_jump += fault.amount
-        self.judge.results.jumped_at = self.clock.now()
-
-    async def _suffer_ghost(self, fault: Fault, life: Life | None) -> None:
-        self.judge.haunt()
-
-    async def _suffer_hang(self, fault: Fault, life: Life | None) -> None:
-        """A step that never ends, while the rest of the process goes on."""
-        if life is not None and life.is_alive and life.engine is not None:
-            life.hung = True
-            with anyio.move_on_after(fault.seconds):
-                await life.hangs.wait()
-            await self.clock.sleep(fault.seconds)
-            if life.is_alive and life.hangs.is_set():
-                self.judge.nobody_waits_for(life)
-            self.crash(life)
-
-    async def _suffer_bad_steps(self, fault: Fault, life: Life | None) -> None:
-        self.step_fails += int(fault.amount)
+        while self._num_answered < len(self.calls) and not self.calls[self._num_answered].is_open:
+            self._num_answered += 1
+        return self._num_answered == len(self.calls)
 
     # --- the whole ---
 
@@ -329,7 +233,7 @@ class World:
             for call in self.calls:
                 tasks.start_soon(self.client, call)
             for fault in self.plan.faults:
-                tasks.start_soon(self.suffer, fault)
+                tasks.start_soon(self.sufferings.suffer, fault)
             tasks.start_soon(self._watch, limit_s)
             await self.failed.wait()
             self.stopping = True

@@ -184,7 +184,8 @@ def test_ended_offer_swallows_announcements():
     offer = book.open(RequestId("r"), 1, ATTEMPT, READER)
     offer.withdraw("first")
     offer.withdraw("second")
-    offer.announce(0, [BlockId(1)], [block_digest(b"x")], FIRST)
+    offer.announce(0, [BlockId(1)], [block_digest(b"x")])
+    offer.announce(1, [BlockId(2)], [block_digest(b"y")], FIRST)
     offer.keep()
     assert (offer.outcome, stats.withdrawn) == ("withdrawn", 1)
 

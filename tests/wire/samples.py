@@ -62,6 +62,7 @@ SAMPLES: dict[str, Any] = {
     "decode_task": m.DecodeTask(credit_blocks=4, source=SOURCE, **TASK),
     "decode_task_alone": m.DecodeTask(credit_blocks=4, **TASK),
     "cancel": m.Cancel(request_id=R, epoch=2, reason="client gone"),
+    "cancel_choice": m.Cancel(request_id=R, epoch=2, reason="stop string", choice=1),
     "resend_kv": m.ResendKv(),
     "token_logprobs": LOGPROBS,
     "tokens": m.Tokens(R, 2, 0, 5, (11, 12)),

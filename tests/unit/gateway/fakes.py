@@ -48,6 +48,7 @@ class FakePort:
     broken: bool = False  # every call raises BusError
     admitted: list[GenerateRequest] = field(default_factory=list)
     cancelled: list[tuple[str, str]] = field(default_factory=list)
+    stopped: list[tuple[str, int, int]] = field(default_factory=list)  # request, epoch, choice
     logs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     logs_of: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by choice, of every request
     log_reads: int = 0
@@ -79,6 +80,11 @@ class FakePort:
         self._check()
         self.cancelled.append((request_id, reason))
         self.cancel_seen.set()
+
+    async def cancel_choice(self, request_id: RequestId, epoch: int, choice: int) -> None:
+        await anyio.lowlevel.checkpoint()
+        self._check()
+        self.stopped.append((request_id, epoch, choice))
 
     async def token_log(self, request_id: RequestId, choice: int) -> tuple[int, ...]:
         await anyio.lowlevel.checkpoint()

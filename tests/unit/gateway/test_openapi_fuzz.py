@@ -1,8 +1,9 @@
 """The API against its own description: requests made from `/openapi.json`, right and wrong ones, over real connections.
 
-A few of each by default; many with `--full`.
+A few of each by default; 400 with `--full`, or so many as BATON_API_EXAMPLES says.
 """
 
+import os
 import threading
 from collections.abc import Iterator
 
@@ -36,6 +37,7 @@ CHECKS = [
     checks.negative_data_rejection,
 ]
 TIMEOUT_S = 30.0
+MANY = int(os.environ.get("BATON_API_EXAMPLES", "400"))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +88,7 @@ OPERATIONS = [
 ]
 
 
-@pytest.mark.parametrize("num_examples", [6, pytest.param(400, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("num_examples", [6, pytest.param(MANY, marks=[pytest.mark.full, pytest.mark.timeout(7200)])])
 @pytest.mark.parametrize("mode", [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE])
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_answers_are_as_described(

@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 
@@ -132,6 +134,28 @@ async def test_a_stop_string_ends_its_own_choice(gateway: Gateway) -> None:
         ("yes", "stop"),
         ("no end in sight here", "length"),
     ]
+
+
+async def test_the_worker_is_told_of_a_choice_that_is_cut(gateway: Gateway) -> None:
+    """Once, while the other goes on; the worker of a later epoch again, when it goes on with that choice."""
+    cut, other = gateway.ids("yes STOP no more"), gateway.ids("no end in sight here")
+    async with gateway.client() as client, anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(ask, client, n=2, stop=" STOP", max_tokens=20))
+        await gateway.port.admit_seen.wait()
+        r = gateway.port.admitted[0].request_id
+        gateway.port.emit(Tokens(r, 1, 0, 0, tuple(cut[:3])), Tokens(r, 1, 1, 0, tuple(other[:1])))
+        await anyio.wait_all_tasks_blocked()
+        gateway.port.emit(Tokens(r, 1, 0, 3, tuple(cut[3:4])), Tokens(r, 1, 1, 1, tuple(other[1:2])))
+        await anyio.wait_all_tasks_blocked()
+        assert gateway.port.stopped == [(r, 1, 0)]
+        gateway.port.emit(EpochRaised(r, 2, 4, (2,)), Tokens(r, 2, 1, 2, tuple(other[2:3])))
+        await anyio.wait_all_tasks_blocked()
+        assert gateway.port.stopped == [(r, 1, 0)], "the new worker may know"
+        gateway.port.emit(Tokens(r, 2, 0, 4, (5,)), Tokens(r, 2, 0, 5, (6,)))
+        await anyio.wait_all_tasks_blocked()
+        assert gateway.port.stopped == [(r, 1, 0), (r, 2, 0)]
+        gateway.port.emit(Tokens(r, 2, 1, 3, tuple(other[3:])), Finished(r, 2, "stop", 6, 0, "", (len(other),)))
+    assert not gateway.port.cancelled
 
 
 async def test_logprobs_of_a_completion(gateway: Gateway) -> None:

@@ -80,6 +80,18 @@ async def test_a_format_is_followed_and_repeated(gateway: Gateway):
     assert (wrong.status_code, wrong.json()["error"]["param"][:11]) == (400, "text.format")
 
 
+async def test_sampling_parameters_are_those_of_chats(gateway: Gateway):
+    """What the client's class does not have goes by its extra body."""
+    gateway.port.script = answer(gateway.ids(TEXT))
+    extra = {"seed": 7, "top_k": 5, "min_p": 0.1, "stop": " there", "repetition_penalty": 1.2, "logprobs": False}
+    async with gateway.server() as port, client_of(port) as client:
+        response = await client.responses.create(model="smol", input="hi", extra_body=extra)
+    (request,) = gateway.port.admitted
+    sampling = request.sampling
+    assert (sampling.seed, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (7, 5, 0.1, 1.2)
+    assert response.output_text == TEXT.removesuffix(" there")
+
+
 async def test_a_streamed_response_has_openais_events_in_order(gateway: Gateway):
     """Typed, numbered; deltas that add up; the whole response at the end."""
     gateway.port.script = answer(gateway.ids(TEXT), reason="stop")
@@ -138,7 +150,7 @@ async def test_a_stream_that_fails_ends_with_a_typed_error(gateway: Gateway):
         ({"truncation": "auto"}, "truncation"),
         ({"input": []}, "input"),
         ({"input": None}, "input"),
-        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
@@ -147,6 +159,12 @@ async def test_a_stream_that_fails_ends_with_a_typed_error(gateway: Gateway):
         ({"temperature": 3}, "temperature"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"model": "other"}, "model"),
+        ({"n": 2}, "n"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"seed": "x"}, "seed"),
+        ({"min_p": 7}, "min_p"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
     ],
 )
 async def test_what_is_wrong_is_named_as_the_client_wrote_it(gateway: Gateway, body: dict[str, object], named: str):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from services.gateway.fields import Fields
@@ -70,6 +71,26 @@ async def test_a_streamed_call_comes_as_openai_sends_it(gateway: Gateway):
     assert all(set(call) == {"index", "function"} for call in calls[1:])
     assert "".join(call["function"]["arguments"] for call in calls) == '{"city": "Rome"}'
     assert events[-1]["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"}
+
+
+async def test_parallel_calls_of_a_model_that_may_choose_reach_the_client(gateway: Gateway):
+    """`tool_choice: auto`: OpenAI's client finds both calls, each with arguments of its own, whole and streamed."""
+    called = CALL + '\n<tool_call>\n{"name": "time", "arguments": {"zone": "utc"}}\n</tool_call>'
+    gateway.port.script = answer(gateway.ids(called), reason="stop")
+    asked: Any = {"model": "smol", "messages": USER, "tools": [WEATHER, TIME], "tool_choice": "auto"}
+    url = "http://127.0.0.1:{}/v1"
+    async with gateway.server() as port, openai.AsyncOpenAI(base_url=url.format(port), api_key="none") as client:
+        whole = await client.chat.completions.create(**asked)
+        async with client.chat.completions.stream(**asked) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_completion()
+    want = [("weather", '{"city": "Rome"}'), ("time", '{"zone": "utc"}')]
+    for message in (whole.choices[0].message, final.choices[0].message):
+        calls: Any = message.tool_calls
+        assert [(call.function.name, call.function.arguments) for call in calls] == want
+        assert len({call.id for call in calls}) == 2
+        assert message.content == "Let me see."
+    assert [e.type for e in events].count("tool_calls.function.arguments.done") == 2
 
 
 async def test_an_answer_without_a_call_is_plain_text(gateway: Gateway):

@@ -211,6 +211,14 @@ def cancel(
     return b"cancelled"
 
 
+def cancel_choice(s: State, epoch: int, d: str, told: bytes, control: int) -> Any:
+    if not s.is_live() or (s.get("req", "ep"), s.get("req", "dw")) != (str(epoch), d):
+        return 0
+    s.say("control_d", told)
+    s.expire("control_d")
+    return 1
+
+
 def _is_lost(s: State, request: str, p: str, d: str, lost: str) -> bool:
     """Whether the request has lost its holder."""
     if lost == "":
@@ -369,6 +377,7 @@ WORK: dict[str, tuple[Model, Sequence[str]]] = {
         cancel,
         ("req", "queued", "leases", "tokens", "sched", "log", "control_p", "control_d", "open", "held_p"),
     ),
+    "cancel_choice": (cancel_choice, ("req", "control_d")),
     "requeue": (
         requeue,
         ("req", "queued", "leases", "tokens", "sched", "log", "control_p", "control_d", "held_p", "open"),

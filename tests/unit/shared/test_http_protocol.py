@@ -25,12 +25,21 @@ async def hello(_request: Request) -> PlainTextResponse:
     return PlainTextResponse("hello")
 
 
+async def long(_request: Request) -> PlainTextResponse:
+    return PlainTextResponse("x" * (1 << 20))
+
+
 @asynccontextmanager
 async def serving(limits: HttpLimits) -> AsyncIterator[int]:
     async with anyio.create_task_group() as tasks:
-        app = Starlette(routes=[Route("/", hello)])
+        app = Starlette(routes=[Route("/", hello, methods=["GET", "POST"]), Route("/long", long)])
         yield await tasks.start(serve_app, app, bind("127.0.0.1", 0), 1.0, limits)
         tasks.cancel_scope.cancel()
+
+
+async def send_for_ever(stream: anyio.abc.ByteStream, data: bytes) -> None:
+    while True:
+        await stream.send(data)
 
 
 async def read_all(stream: anyio.abc.ByteStream) -> bytes:
@@ -77,6 +86,59 @@ async def test_a_kept_connection_has_the_time_anew_for_each_request():
             await stream.send(whole[:10])
             with anyio.fail_after(10):
                 assert (await read_all(stream)).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("framing", [b"content-length: 1000000", b"transfer-encoding: chunked"])
+async def test_a_body_that_nobody_waits_for_ends_the_connection(framing: bytes):
+    """The request is answered without it; byte after byte of it does not hold the connection."""
+    async with serving(HttpLimits(header_timeout_s=0.2)) as port:
+        async with await anyio.connect_tcp("127.0.0.1", port) as stream, anyio.create_task_group() as tasks:
+
+            async def drip() -> None:
+                with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                    while True:
+                        await stream.send(b"1\r\na\r\n" if b"chunked" in framing else b"a")
+                        await anyio.sleep(0.02)
+
+            await stream.send(b"POST / HTTP/1.1\r\nhost: x\r\n" + framing + b"\r\n\r\n")
+            tasks.start_soon(drip)
+            with anyio.fail_after(10):
+                got = await read_all(stream)
+            await stream.aclose()
+    assert got.startswith(b"HTTP/1.1 200 ")
+    assert got.endswith(b"hello")
+
+
+async def test_a_body_that_comes_after_its_answer_keeps_the_connection():
+    """It was only late: the next request on the connection is answered, and that one's own body has its time."""
+    async with serving(HttpLimits(header_timeout_s=30)) as port:
+        async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+            for _ in range(3):
+                await stream.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n")
+                got = b""
+                while not got.endswith(b"hello"):
+                    got += await stream.receive()
+                await stream.send(b"body")
+
+
+async def test_a_client_that_reads_nothing_is_cut():
+    """It asks for more than all buffers hold; one that reads gets everything."""
+    request = b"GET /long HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with serving(HttpLimits(stall_s=0.3)) as port:
+        async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+            with anyio.fail_after(20), pytest.raises(anyio.BrokenResourceError):
+                await send_for_ever(stream, request)
+        async with httpx.AsyncClient(trust_env=False) as client:
+            assert len((await client.get(f"http://127.0.0.1:{port}/long")).content) == 1 << 20
+
+
+async def test_an_offer_of_another_protocol_is_not_taken():
+    """Neither WebSocket nor HTTP/2: the request is answered as it is."""
+    async with serving(HttpLimits()) as port, httpx.AsyncClient(trust_env=False) as client:
+        for other in ("websocket", "h2c"):
+            headers = {"connection": "upgrade", "upgrade": other}
+            answer = await client.get(f"http://127.0.0.1:{port}/", headers=headers)
+            assert (answer.status_code, answer.text) == (200, "hello")
 
 
 async def test_connections_beyond_the_bound_are_sent_away():

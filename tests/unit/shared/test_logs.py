@@ -57,4 +57,5 @@ def test_no_secret_reaches_the_stream(fmt: str):
     if fmt == "json":
         lines = [json.loads(line) for line in out.splitlines()]
         assert [line["event"] for line in lines][:2] == ["seen", "crashed"]
+        assert not any(name.startswith("_") for line in lines for name in line), "a logger's own objects"
     assert logging.getLogger("library")

@@ -169,6 +169,7 @@ ARGS: dict[str, tuple[Any, ...]] = {
     "emit": (epochs, attempts, st.integers(0, 4), packed, M[0]),
     "complete": ("r", epochs, attempts, M[0], M[1], ms),
     "cancel": ("r", epochs, text(("", "-", "p")), text(("", "d", "e")), *M[:3], ms, ms),
+    "cancel_choice": (epochs, workers, M[0], ms),
     "requeue": ("r", epochs, text(("-", "p")), workers, text(("", "d", "p", "x")), st.integers(1, 4), *M[:4], ms, ms),
     "fail": ("r", epochs, M[0], M[1], ms),
     "refund": (text(("r/1", "r/2", "q/1")), text(("", "0", "3", "9")), M[0]),

@@ -56,7 +56,7 @@ async def test_a_broken_pipeline_is_sent_again_whole(redis_url: str) -> None:
     assert [view.registration.incarnation for view in await roster.workers()] == ["d"]
     link.client = second = Breaking(real)
     assert [admitted.request_id for admitted in await leases.queued()] == ["r"]
-    assert (first.num_pipelines, second.num_pipelines) == (2, 2)
+    assert (first.num_pipelines, second.num_pipelines) == (3, 2)  # `workers` takes two, of which the first broke
     await link.close()
 
 
