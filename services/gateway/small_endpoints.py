@@ -69,14 +69,14 @@ class SmallEndpoints:
         with_text = fields.boolean("return_token_strs")
         limits = await live_limits(self._parts.services.port)
         if len(text) > OFFLOAD_BYTES // 8:
-            token_ids = await self._parts.offload.run(self._encode, text, special)
+            token_ids, names = await self._parts.offload.run(self._encode, text, special, with_text)
         else:
-            token_ids = self._encode(text, special)
+            token_ids, names = self._encode(text, special, with_text)
         return {
             "count": len(token_ids),
             "max_model_len": limits.max_model_len,
             "tokens": token_ids,
-            "token_strs": [self._tokenizer.backend.id_to_token(i) for i in token_ids] if with_text else None,
+            "token_strs": names,
         }
 
     def read_tokenize(self, fields: Fields) -> tuple[str, bool]:
@@ -109,8 +109,10 @@ class SmallEndpoints:
             raise bad_field("tokens", f"tokens must be a list of token ids between 0 and {last}.")
         return tokens
 
-    def _encode(self, text: str, special: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=special)
+    def _encode(self, text: str, special: bool, with_text: bool) -> tuple[list[int], list[str | None] | None]:
+        """Token ids, and their names if they are wanted."""
+        token_ids = self._tokenizer.encode(text, add_special_tokens=special)
+        return token_ids, [self._tokenizer.backend.id_to_token(i) for i in token_ids] if with_text else None
 
 
 def _json(value: Any) -> Response:

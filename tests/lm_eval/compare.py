@@ -1,6 +1,6 @@
 """Scores `facts.yaml` through a stack and with `transformers`, and prints both: by hand, as lm-eval is no dependency.
 
-    pip install "lm_eval[api]==0.4.13"
+    pip install "lm_eval[api,hf]==0.4.13"
     python -m tests.lm_eval.compare
 
 Both see the same weights: the shipped GGUF file, in float32 here and dequantised by `gguf` there. Where every choice's
@@ -35,6 +35,7 @@ def likelihoods(result: dict[str, Any]) -> list[tuple[float, bool]]:
 
 def main() -> int:
     model, tokenizer = load_gguf(resolve(""))
+    tokenizer.bos_token, tokenizer.eos_token = "<|im_start|>", "<|im_end|>"  # lm-eval asks; neither is ever added
     with Stack(prefill=int("--handoff" in sys.argv), decode=1) as stack:
         url = f"{stack.url}/v1/completions"
         args = {"model": "default", "base_url": url, "tokenizer_backend": "huggingface", "num_concurrent": 4}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from services.gateway import responses
 from services.gateway.params import REFUSED
 from tests.unit.gateway.conftest import Gateway
 from tests.unit.gateway.test_output import say
@@ -52,13 +53,41 @@ OF_COMPLETIONS = {
     "echo": [True, False],
     "best_of": [1, 3, 5],
 }
-OF_CHAT = {
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+OF_CHAT: dict[str, list[Any]] = {
     "messages": [
         [{"role": "user", "content": "hi"}],
         [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "t"}]}],
     ],
     "logprobs": [True, False],
     "top_logprobs": [0, 4],
+    "tools": [[], [TOOL], [TOOL, {"type": "function", "function": {"name": "g"}}]],
+    "tool_choice": ["none", "auto", {"type": "function", "function": {"name": "f"}}],
+    "parallel_tool_calls": [True, False],
+    "chat_template_kwargs": [{}, {"x": 1}],
+    "add_generation_prompt": [True],
+}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+OF_RESPONSES = {
+    "input": [
+        "hi",
+        [{"role": "user", "content": "hi"}],
+        [CALL, {**CALL, "type": "function_call_output", "output": "x"}],
+    ],
+    "instructions": ["Be short."],
+    "max_output_tokens": [1, 5],
+    "tools": [[], [{"type": "function", "name": "f", "parameters": {}}]],
+    "tool_choice": ["none", "auto", {"type": "function", "name": "f"}],
+    "text": [{"format": {"type": "text"}}, {}],
+    "include": [[], ["reasoning.encrypted_content"]],
+    "store": [False],
+}
+KINDS = {
+    "/v1/completions": ("prompt", OF_COMPLETIONS, REFUSED),
+    "/v1/chat/completions": ("messages", OF_CHAT, REFUSED),
+    "/v1/responses": ("input", OF_RESPONSES, responses.REFUSED | REFUSED),
+    "/tokenize": ("prompt", {"add_special_tokens": [True, False], "messages": OF_CHAT["messages"]}, REFUSED),
+    "/detokenize": ("tokens", {}, REFUSED),
 }
 
 
@@ -84,14 +113,15 @@ def junk(rng: Random, depth: int = 0) -> Any:
     ][kind]
 
 
-def body(rng: Random, chat: bool) -> dict[str, Any]:
+def body(rng: Random, path: str) -> dict[str, Any]:
     """Mostly right, with one to three wounds; sometimes all wrong."""
-    known = COMMON | (OF_CHAT if chat else OF_COMPLETIONS)
-    need = "messages" if chat else "prompt"
+    need, own, refused = KINDS[path]
+    known = {name: values for name, values in COMMON.items() if path != "/v1/responses" or name not in refused}
+    known |= {need: [[5, 6]]} | own
     names = [need, *rng.sample(sorted(known), rng.randrange(8))]
     out = {name: rng.choice(known[name]) for name in names}
     for _ in range(rng.choice([0, 0, 1, 1, 2, 3])):
-        out[rng.choice([*known, *REFUSED, "unknown"])] = junk(rng)
+        out[rng.choice([*known, *refused, "unknown"])] = junk(rng)
     if rng.random() < 0.05:
         out.pop(need, None)
     return out
@@ -108,10 +138,22 @@ def raw(rng: Random, value: Any) -> bytes:
     return data
 
 
-def check(status: int, text: str, sent: bytes) -> None:
+def check_other(path: str, text: str, sent: bytes) -> None:
+    """An answer that is not one of completions."""
+    if text.startswith("event: "):
+        events = [event.partition("data: ")[2] for event in text.split("\n\n")[:-1]]
+        assert json.loads(events[-1])["type"] in ("response.completed", "response.incomplete"), sent
+    else:
+        name = {"/v1/responses": "output", "/tokenize": "tokens", "/detokenize": "prompt"}[path]
+        assert name in json.loads(text), sent
+
+
+def check(path: str, status: int, text: str, sent: bytes) -> None:
     assert status in (200, 400, 404, 413, 415), f"{status} for {sent[:2000]!r}: {text[:500]}"
     if status == 200:
-        if text.startswith("data: "):
+        if path == "/v1/responses" or "tokenize" in path:
+            check_other(path, text, sent)
+        elif text.startswith("data: "):
             assert text.endswith("data: [DONE]\n\n"), sent
             assert not any("error" in json.loads(e[6:]) for e in text.split("\n\n")[:-2]), sent
         else:
@@ -126,17 +168,16 @@ def check(status: int, text: str, sent: bytes) -> None:
 
 @pytest.mark.timeout(max(120, NUM_BODIES // 20))
 async def test_no_body_breaks_the_server(gateway: Gateway) -> None:
-    """Right, half right and broken bodies to both endpoints; some of them are answered, most are refused."""
+    """Right, half right and broken bodies to every endpoint; some of them are answered, most are refused."""
     rng = Random(20261129)
     gateway.port.script = say(gateway.ids("one two"), gateway.ids("three"), [5, 6, 900])
     seen: Counter[int] = Counter()
     async with gateway.client() as client:
         for _ in range(NUM_BODIES):
-            chat = rng.random() < 0.5
-            sent = raw(rng, body(rng, chat) if rng.random() < 0.98 else junk(rng))
-            path = "/v1/chat/completions" if chat else "/v1/completions"
+            (path,) = rng.choices(list(KINDS), (4, 4, 4, 1, 1))
+            sent = raw(rng, body(rng, path) if rng.random() < 0.98 else junk(rng))
             answer = await client.post(path, content=sent, headers={"content-type": "application/json"})
-            check(answer.status_code, answer.text, sent)
+            check(path, answer.status_code, answer.text, sent)
             seen[answer.status_code] += 1
             gateway.port.admitted.clear()
             gateway.port.cancelled.clear()
