@@ -112,9 +112,16 @@ class RedisReader:
         self._link, self._clock = link, clock
         self._channels = {channel.key.encode(): channel for channel in channels}
         self._last = dict.fromkeys(self._channels, b"0-0")
+        self._outages = link.outages
+        self._given: set[tuple[bytes, bytes]] = set()  # (key, id) of what was given out and is not acked
 
     async def next(self, timeout_s: float | None = None) -> list[Delivery]:
         def command(block_ms: int) -> list[Any]:
+            if self._outages != self._link.outages:
+                # An empty Redis may have taken over whose clock is behind: its ids would lie before ours, unread. If it
+                # is the old one, there is nothing but what was given out.
+                self._outages = self._link.outages
+                self._last = dict.fromkeys(self._last, b"0-0")
             return ["XREAD", "COUNT", 256, "BLOCK", block_ms, "STREAMS", *self._last, *self._last.values()]
 
         reply = await blocking(self._link, self._clock, command, timeout_s)
@@ -122,9 +129,11 @@ class RedisReader:
         out: list[Delivery] = []
         for key, channel in self._channels.items():
             for entry_id, fields in found.get(key, ()):
-                out.append(decode_entry(channel, entry_id, fields[1::2]))
                 self._last[key] = entry_id
-        return out
+                if (key, entry_id) not in self._given:
+                    self._given.add((key, entry_id))
+                    out.append(decode_entry(channel, entry_id, fields[1::2]))
+        return out if out or not reply else await self.next(timeout_s)
 
     async def ack(self, deliveries: Sequence[Delivery]) -> None:
         by_key: dict[str, list[bytes]] = {}
@@ -132,6 +141,7 @@ class RedisReader:
             by_key.setdefault(delivery.channel.key, []).append(delivery.entry_id)
         for key, ids in by_key.items():
             await self._link.call(lambda k=key, i=ids: self._link.client.execute_command("XDEL", k, *i))
+            self._given.difference_update((key.encode(), entry_id) for entry_id in ids)
 
 
 class RedisGroupReader:

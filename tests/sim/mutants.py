@@ -15,6 +15,7 @@ from services.scheduler.reaper import Reaper
 from services.transfer.fetch import Fetch
 from services.transfer.landing import Ticket
 from services.transfer.offers import OfferBook
+from shared.bus import RedisReader
 from shared.leases import Leases
 from shared.roster import Roster
 from shared.worker_link import WorkerLink
@@ -35,6 +36,7 @@ from tests.sim.wrong import (
     heartbeat_always,
     ignore,
     load_without_log,
+    next_from_where_it_was,
     no_full_refund,
     release_unconfirmed,
     stale_without_refund,
@@ -139,6 +141,14 @@ MUTANTS: tuple[Mutant, ...] = (
     python("a gateway believes old epochs", RequestStream, "accept", accept_any_epoch, ("crash", "ghost", "ghost")),
     python("a gateway takes repeats", RequestStream, "_accept_tokens", accept_repeats, ("ghost",), every_s=0.1),
     python("lost requests stay lost", Keeper, "_readmit", do_nothing, ("wipe",)),
+    python(
+        "a reader goes on where it was",
+        RedisReader,
+        "next",
+        next_from_where_it_was,
+        ("wipe", "jump", "jump"),
+        every_s=0.2,
+    ),
     python("a task's state is that of now", WorkerLink, "_state_of", state_of_now, ("bad_steps", "doze"), queued=0.0),
     python("the buried go on", Roster, "heartbeat", heartbeat_always, ("freeze", "partition")),
     python("leases are renewed without progress", WorkerLink, "_is_stuck", lambda self, progress: False, ("hang",)),

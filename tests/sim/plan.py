@@ -28,6 +28,9 @@ EVERY_KIND = (
     ),
 )
 """What must have struck over the seeds of a long run, whom where it matters."""
+MANY, CROWD = 500, 2.5
+"""So many clients come so much closer together: batches are larger, each fault meets more of them, and a request costs
+less time."""
 HANG_S = 14.0
 """A step that never ends: by then nobody may wait for that worker any more, and it is killed."""
 
@@ -58,6 +61,7 @@ class Plan:
     thorough: bool = False
     check_every: int = 16  # steps between two checks of an engine
     pace: float = 1.0
+    is_roomy: bool = False  # large batches
     shm: bool = False  # readers copy from the source's memory, instead of being sent the bytes
 
 
@@ -81,12 +85,13 @@ def draw(
     """
     rng = Random(f"plan {seed}")
     pace = pace or rng.choice((1, 1, 3, 10))
-    rate = rng.choice((60.0, 120.0, 200.0)) / pace**0.5
+    crowd = CROWD if num_requests >= MANY else 1.0
+    rate = crowd * rng.choice((60.0, 120.0, 200.0)) / pace**0.5
     asks = tuple(draw_asks(rng, num_requests, rate, leavers, talkative=rng.random() < 0.25, queued=queued))
     num_prefill, num_decode = rng.choice(((2, 2), (1, 2), (2, 1), (3, 2), (1, 1), (0, 2)))
     slots = [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]
     slots += ["gateway-0", "gateway-1", "scheduler-0", "index-0"]
-    span = asks[-1].at
+    span = crowd * asks[-1].at  # a crowd is served for longer than it takes to come
     faults = tuple(_draw_faults(rng, span, slots, kinds, every_s)) if kinds != () else ()
     return Plan(
         seed,
@@ -100,6 +105,7 @@ def draw(
         max_queued=30 if seed % 8 == 7 else 100_000,
         thorough=seed % 8 == 0,
         max_attempts=3 if seed % 5 == 2 else 12,
+        is_roomy=crowd > 1 and seed % 3 != 0,
     )
 
 

@@ -96,7 +96,9 @@ class Submitter:
     async def _listen(self, world: World, link: RedisLink, lives: int) -> None:
         name = self.entry if self.ask.queued is not None and self.ask.queued.bad == "id" else self.ask.name
         key, last = world.keys.result(name), b"0-0"
-        await world.judge.results.ending(name).wait()
+        ended = world.judge.results.ending(name)
+        if world.num_wipes == lives:  # else it was lost before anybody could say that it ended
+            await ended.wait()
         while self.is_open:
             command = ("XREAD", "COUNT", 100, "BLOCK", WAIT_MS, "STREAMS", key, last)
             found = await link.call(lambda c=command: link.client.execute_command(*c))

@@ -85,7 +85,12 @@ def settings_of(plan: Plan) -> Settings:
             min_handoff_tokens=6, growth_tokens=8, max_attempts=plan.max_attempts, reap_every_s=0.25
         ),
         lease=LeaseConfig(lease_s=2.0, heartbeat_s=0.4),
-        engine=EngineConfig(block_size=BLOCK, num_blocks=plan.num_blocks, max_num_seqs=12, max_num_batched_tokens=24),
+        engine=EngineConfig(
+            block_size=BLOCK,
+            num_blocks=plan.num_blocks,
+            max_num_seqs=32 if plan.is_roomy else 12,
+            max_num_batched_tokens=64 if plan.is_roomy else 24,
+        ),
         transfer=TransferConfig(idle_timeout_s=4.0, hold_s=4.0),
     )
 

@@ -10,6 +10,7 @@ from services.prefix_index.index import PrefixIndex
 from services.scheduler.ledger import Ledger
 from services.transfer.fetch import Fetch
 from services.transfer.offers import OfferBook
+from shared.bus import RedisReader
 from shared.ids import Incarnation
 from shared.leases import Leases
 from shared.messages import ReleaseAnswer, Tokens
@@ -113,6 +114,23 @@ def apply_over_gaps(self: PrefixIndex, message: Any) -> bool:
 async def everybody(self: Roster) -> Any:
     members = await self._link.call(lambda: self._link.client.zrange(self._keys.workers(), 0, -1))
     return [Incarnation(member.decode()) for member in members]
+
+
+_next = RedisReader.next
+
+
+class _Never:
+    """Differs from nothing."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+async def next_from_where_it_was(self: RedisReader, timeout_s: float | None = None) -> Any:
+    self._outages = _Never()  # type: ignore[assignment]
+    return await _next(self, timeout_s)
 
 
 _close = Streams.close

@@ -12,7 +12,7 @@ from shared.config import RedisConfig
 from shared.errors import BusError
 from shared.ids import Incarnation
 from shared.keys import Keys
-from shared.messages import Admitted, Cancel, Ended, RequestId, ResendKv
+from shared.messages import Admitted, Cancel, Ended, RequestId, ResendKv, encode
 from shared.redis_link import RedisLink
 
 pytestmark = pytest.mark.anyio
@@ -119,6 +119,21 @@ async def test_an_undecodable_entry_is_given_empty_so_that_it_can_be_acked(redis
     assert [d.messages for d in deliveries] == [(), (admitted(1),)]
     await reader.ack(deliveries)
     assert await bus.reader(KEYS.sched()).next(0.01) == []
+    await link.close()
+
+
+async def test_a_redis_that_lost_all_and_is_behind_in_time_is_read_all_the_same(redis_url: str) -> None:
+    """Its entries have ids before those that the reader has seen."""
+    link = RedisLink(RedisConfig(url=redis_url), SystemClock())
+    bus = RedisBus(link, SystemClock())
+    reader = bus.reader(KEYS.sched())
+    await bus.publish(KEYS.sched(), admitted(1))
+    await reader.ack(await reader.next(5.0))
+    await link.client.delete(KEYS.sched().key)
+    await link.client.execute_command("XADD", KEYS.sched().key, "1-1", "m", encode(admitted(2)))
+    assert await reader.next(0.01) == []
+    link.outages += 1  # as the link counts when its connection breaks
+    assert flat(await reader.next(5.0)) == [admitted(2)]
     await link.close()
 
 
