@@ -175,7 +175,8 @@ class Submissions:
         return found
 
     async def open(self, s: Submission) -> Progress | None:
-        """Own the submission. None: it is a repeat of another entry, or has ended; it is acknowledged."""
+        """Own the submission. None: it is a repeat of another entry, or has ended, and is acknowledged; or Redis has
+        lost it."""
         keys = [self._keys.submission(s.id), self._keys.submit(), *([s.reply] if s.reply else [])]
         args = [self._owner, GROUP, s.entry, s.id, self._keys.result(s.id), self._ttl_ms]
         answer = await self._scripts.run("submit_open", keys, args)

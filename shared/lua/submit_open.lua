@@ -1,6 +1,7 @@
 -- A gateway takes a submission. The first entry with an id is the work; a later one is a repeat and acknowledged at once.
 -- KEYS: sub submit [reply]      ARGV: owner group entry id result_key ttl_ms
 -- {'open', redis_ms, fields of sub} | {'repeat'} | {'done'} (it has ended, but was not acknowledged). Repeatable.
+-- 'gone': Redis has lost the entry. Its client submits again; work that nobody could take over would swallow that.
 local r = redis.call('HMGET', KEYS[1], 'entry', 'state', 'reply')
 if r[1] and (r[1] ~= ARGV[3] or r[2] == 'done') then
   local fresh = redis.call('XACK', KEYS[2], ARGV[2], ARGV[3])
@@ -13,6 +14,7 @@ if r[1] and (r[1] ~= ARGV[3] or r[2] == 'done') then
   return {'repeat'}
 end
 if not r[1] then
+  if #redis.call('XRANGE', KEYS[2], ARGV[3], ARGV[3]) == 0 then return {'gone'} end
   redis.call('HSET', KEYS[1], 'entry', ARGV[3], 'state', 'open', 'reply', KEYS[3] or '', 'total', 0, 'seq', 0, 'tries', 0)
 end
 redis.call('HSET', KEYS[1], 'owner', ARGV[1])

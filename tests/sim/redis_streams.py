@@ -104,6 +104,11 @@ class StreamCommands:
         surplus = stream.ids[: max(0, len(stream.ids) - int(count))] if stream else []
         return sum(stream.delete(entry) for entry in surplus) if stream else 0
 
+    def _do_xrange(self, key: bytes, first: bytes, last: bytes) -> list[Any]:
+        assert first == last, "only single entries are modelled"
+        stream, entry = self._stream(key), parse_id(first)
+        return [stream.shown(entry)] if stream is not None and entry in stream.entries else []
+
     def _do_xlen(self, key: bytes) -> int:
         stream = self._stream(key)
         return len(stream.ids) if stream else 0

@@ -63,6 +63,7 @@ GROUP_COMMANDS = st.one_of(
     ),
     st.tuples(st.just("XACK"), key, st.just("g"), entry_id, entry_id),
     st.tuples(st.just("XDEL"), key, entry_id),
+    entry_id.flatmap(lambda one: st.tuples(st.just("XRANGE"), key, st.just(one), st.just(one))),
     st.tuples(
         *(st.just("XCLAIM"), key, st.just("g"), consumer, st.just(0), entry_id),
         *(st.just("IDLE"), st.sampled_from((0, 500_000)), st.just("JUSTID")),

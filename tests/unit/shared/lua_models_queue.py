@@ -23,6 +23,8 @@ def submit_open(s: State, owner: str, group: str, entry: str, name: str, result:
             s.say("reply", "id", name, "duplicate", result)
             s.expire("reply")
         return [b"repeat"]
+    if not known and entry not in s.keys.get("submit", {}).get("entries", {}):
+        return [b"gone"]
     if not known:
         s.keys["sub"] = {"entry": entry, "state": "open", "reply": "{t}:reply", "total": "0", "seq": "0", "tries": "0"}
     sub = s.hash("sub")
