@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from tests.sim.redis_streams import EntryId, Stream
+from tests.sim.redis_streams import EntryId, Stream, parse_id
 from tests.sim.submits import BAD_STATUS, Submitter
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ class ResultBook:
     def script_ran(self, name: str, keys: list[Any], args: list[Any], answer: Any) -> None:
         match name:
             case "submit_open" if answer[0] == b"open":
+                submitted = self._world.redis.store.get(str(keys[1]).encode(), Stream)
+                if submitted is None or parse_id(str(args[2]).encode()) not in submitted.entries:
+                    self._world.violate(f"{args[0]} opens {args[3]}, of which Redis knows nothing")
                 self._opened(str(args[3]), str(args[0]))
                 self.entries[f"sub-{args[2]}"] = str(args[3])
             case "result_add" if answer == 1:
