@@ -286,7 +286,7 @@ async def test_large_inputs_are_handled_off_the_event_loop(gateway: Gateway):
 
 
 async def test_special_tokens_are_put_before_a_prompt_unless_told_otherwise(tmp_path: Path):
-    """vLLM's `add_special_tokens`, of a tokenizer with a BOS: on for completions, off for chats, whose template has it."""
+    """vLLM's `add_special_tokens`, with a tokenizer that has a BOS: on for completions, off for chats."""
     gateway = make_gateway(tiny(tmp_path, pre="llama-bpe", chat_template="{{ messages[0]['content'] }}"))
     plain = gateway.ids("hi")
     chat = {"messages": [{"role": "user", "content": "hi"}]}
