@@ -100,7 +100,8 @@ class LeaseConfig(Section, frozen=True):
 class EngineConfig(Section, frozen=True):
     block_size: int = 16
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = 128
+    prefill_batch_tokens: int = 64  # prompts join a step until it has so many of their tokens
     memory_fraction: float = 0.5  # of the memory that is free at start, over all workers of the host
     memory_limit: str = ""  # e.g. 4GiB, over all workers of the host, in place of the fraction
     free_bytes: int = 0  # what was free before any worker of the host started; 0 = look; `baton up` looks once for all

@@ -138,6 +138,7 @@ class EngineHost:
             max_num_seqs=cfg.max_num_seqs,
             max_num_batched_tokens=cfg.max_num_batched_tokens,
             max_model_len=self.max_model_len,
+            prefill_batch_tokens=cfg.prefill_batch_tokens,
             prefix_caching=cfg.prefix_caching,
             look_ahead=cfg.look_ahead,
         )

@@ -1,7 +1,8 @@
 """Who gives way when blocks are scarce. Decides, and moves nothing.
 
 Rank is (due, arrival), see `seq.py`. The eldest, first by rank of all that wait or run, gives nothing up: so it goes on
-at every step, and every seq is the eldest some day. Three rights, from the strongest:
+at every step, and every seq is the eldest some day. (If it cannot start and nobody else can go on, the first of those
+that run takes its place: `Seating`.) Three rights, from the strongest:
 - the eldest's, to its next block, from anybody behind it;
 - of a seq within its credit, to what others have beyond theirs;
 - of a better rank that reserves, to what running seqs of lower rank have.

@@ -23,6 +23,9 @@ class PlannerLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    prefill_batch_tokens: int = 1 << 30
+    """Prompts join a step until it has so many of their tokens; the next prompt waits for the next step. Above what
+    keeps the kernels busy, more prompts in a step give no throughput and keep the first one's token back."""
     prefix_caching: bool = True
     look_ahead: bool = True  # plan while a plan is in flight
 
@@ -33,10 +36,17 @@ class Draft:
 
     seats: int
     tokens_left: int
+    prompts_until: int  # `PlannerLimits.prefill_batch_tokens`
+    prompt_tokens: int = 0
     rows: dict[Seq, int] = field(default_factory=dict)
     restores: list[Move] = field(default_factory=list)
     copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
     is_short: bool = False  # a plan ahead: somebody has a right to blocks that only preemption can give
+
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether one more seq may get the rows of a prompt."""
+        return self.tokens_left > 0 and self.prompt_tokens < self.prompts_until
 
     def give(self, seq: Seq) -> None:
         """As many rows as the seq wants and the budget has."""
@@ -45,9 +55,12 @@ class Draft:
             num_rows = min(num_rows, MAX_TOLD_ROWS)
         self.rows[seq] = num_rows
         self.tokens_left -= num_rows
+        self.prompt_tokens += num_rows if num_rows > 1 else 0
 
     def take_back(self, seq: Seq) -> None:
-        self.tokens_left += self.rows.pop(seq, 0)
+        num_rows = self.rows.pop(seq, 0)
+        self.tokens_left += num_rows
+        self.prompt_tokens -= num_rows if num_rows > 1 else 0
 
 
 class Seating:
@@ -73,10 +86,13 @@ class Seating:
         """The rows of the next step. Ahead of a step in flight nobody is preempted; where that would be somebody's
         right the draft `is_short`, and void."""
         limits = self._limits
-        draft = Draft(min(limits.max_num_seqs, limits.max_num_batched_tokens), limits.max_num_batched_tokens)
+        budget = limits.max_num_batched_tokens
+        draft = Draft(min(limits.max_num_seqs, budget), budget, limits.prefill_batch_tokens)
         self._seat_running(draft, ahead)
         if not draft.is_short:
             self._admit(draft, ahead)
+        if not draft.rows and not ahead:
+            self._go_on(draft)
         return draft
 
     def preempt(self, seq: Seq) -> None:
@@ -104,10 +120,21 @@ class Seating:
             elif self._has_slot(seq, draft, ahead) and (not seq.shares_tail or self._owns_tail(seq, draft, ahead)):
                 draft.give(seq)
         for seq in chunks:
-            if not draft.tokens_left:
+            if not draft.takes_prompts:
                 return
             if seq.state is SeqState.RUNNING:
                 draft.give(seq)
+
+    def _go_on(self, draft: Draft) -> None:
+        """Everybody lacks a block, and the eldest cannot start: it waits for a seat, or has no right to blocks. The
+        first of those that run stands in for it and takes from the last, or nobody would ever end."""
+        first = next(iter(self._roster.running), None)
+        victim = first and next(self._roster.behind(first.rank), None)
+        if first is None or victim is None:
+            return
+        self.preempt(victim)
+        if self._has_slot(first, draft, False) and (not first.shares_tail or self._owns_tail(first, draft, False)):
+            draft.give(first)
 
     def _goes_on(self, seq: Seq) -> bool:
         """Whether a seq wants another row after its pending token, as far as can be known (it may yet be a stop)."""
@@ -147,7 +174,7 @@ class Seating:
     def _admit(self, draft: Draft, ahead: bool) -> None:
         """Start waiting seqs in order until one does not fit."""
         roster = self._roster
-        while roster.waiting and len(roster.running) < draft.seats and draft.tokens_left:
+        while roster.waiting and len(roster.running) < draft.seats and draft.takes_prompts:
             seq = roster.waiting[0]
             quote = self._blocks.quote(seq, seq.max_hit_tokens)
             victims = self._rationing.to_start(quote)

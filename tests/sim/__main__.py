@@ -74,9 +74,11 @@ def many(seeds: range, num_requests: int, num_jobs: int | None) -> int:
 def remember(num_jobs: int | None) -> int:
     """Write down which seed shows each planted bug."""
     with processes(num_jobs) as each:
-        found = list(each(catch_it_alone, list(BY_NAME)))
-    for one in found:
-        print(f"{one.name}: seed {one.seed}: {one.violation[:100]!r}{' FAILS WITHOUT IT' if one.without else ''}")
+        found = []
+        for one in each(catch_it_alone, list(BY_NAME)):
+            found.append(one)
+            said = f"seed {one.seed}: {one.violation[:100]!r}{' FAILS WITHOUT IT' if one.without else ''}"
+            print(f"{one.name}: {said}", flush=True)
     lines = [f'    "{one.name}": {one.seed},' for one in found if one.seed is not None and not one.without]
     path = Path(catches.__file__)
     head = path.read_text().partition("CATCHES")[0]

@@ -45,6 +45,7 @@ class Record:
     prefill: str = ""
     decode: str = ""
     tries: int = 0
+    deadline_ms: int = 0  # of its lease
     nonce: str = ""  # of the last adoption
     log: list[int] = field(default_factory=list)
     finished: int = 0
@@ -118,6 +119,7 @@ class Book:
             want = 2 if record.state == "decode" and phase == "prefill" else 1
             if want == 1:
                 record.state, record.holder = phase, holder
+                record.deadline_ms = self._store.now_ms() + int(args[5])
         self._expect(answer == want, f"accept of {request_id}/{epoch} by {holder}: {answer}, expected {want}")
         self._compare(request_id)
 
@@ -129,6 +131,8 @@ class Book:
             want = 0
             if record is not None and self._is_fence(record, epoch, attempt) and record.state != "dispatched":
                 want = 1 if record.holder == holder else 2
+                if want == 1:
+                    record.deadline_ms = self._store.now_ms() + int(args[1])
             self._expect(answer == want, f"renew of {request_id}/{epoch} by {holder}: {answer}, expected {want}")
 
     def _after_emit(self, keys: list[str], args: list[Any], answers: list[int]) -> None:
@@ -182,6 +186,8 @@ class Book:
             self._complain(f"requeue of {request_id}, which nobody knows")
             return
         self._expect(record.state in LIVE and record.epoch == epoch, f"requeue of {request_id}/{epoch}: {record}")
+        early_ms = record.deadline_ms - self._store.now_ms()
+        self._expect(bool(args[4]) or early_ms <= 0, f"requeue of {request_id}/{epoch}, {early_ms} ms before its time")
         told = [h for h in (record.prefill, record.decode) if h not in ("", "-")]
         if answer == b"failed":
             self._end(request_id, record, "done")
@@ -222,6 +228,13 @@ class Book:
         self._compare(request_id)
         for holder in told:
             self._expect_told(holder, request_id, epoch)
+
+    def _after_clamp(self, keys: list[str], args: list[Any], answer: int) -> None:
+        """Redis' clock was set back: leases end no later than a renewal now would let them."""
+        if keys[0] == self._keys.leases():
+            latest = self._store.now_ms() + int(args[0])
+            for record in self._records.values():
+                record.deadline_ms = min(record.deadline_ms, latest)
 
     def _after_fail(self, keys: list[str], args: list[Any], answer: int) -> None:
         record = self._records.get(str(args[0]))

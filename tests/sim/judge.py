@@ -27,6 +27,9 @@ OVER = {"cancel": (b"cancelled",), "requeue": (b"requeued", b"failed"), "complet
 CANCEL_GRACE_S = 0.5
 """A healthy gateway has cancelled so long after its client left."""
 
+UNTOLD_LOOKS = 3
+"""A look comes every half second."""
+
 CREDITED = {"dispatch": (3,), "refund": (0,), "complete": (5,)}
 """Scripts that move credit, and where the worker's key stands in their keys."""
 
@@ -46,6 +49,7 @@ class Judge:
         self.disturbed_at = 0.0
         self._troubles: list[tuple[float, float]] = []
         self.num_ghosts = 0
+        self._untold: dict[str, int] = {}  # worker -> looks in a row at which it was idle and had not told all
         self.last_end = 0.0  # when a request was completed or a client left
         self._held: set[tuple[str, str, int]] = set()  # (reader, request, epoch)
         self.book = Book(world.redis.store, world.keys, world.violate)
@@ -135,8 +139,10 @@ class Judge:
             request_id, epoch = key.rsplit(b":", 1)[1].decode(), int(value[b"ep"]) - 1
             num = store.run(b"STRLEN", key.replace(b":req:", b":log:") + b":0") // 4
             ghost = Tokens(RequestId(request_id), epoch, 0, num, (998,))
-            store.run(b"XADD", self._world.keys.tokens(value[b"gw"].decode()).key, b"*", b"m", encode(ghost))
-            self.num_ghosts += 1
+            stream = self._world.keys.tokens(value[b"gw"].decode()).key.encode()
+            if stream in store.data:  # else its gateway is dead and forgotten
+                store.run(b"XADD", stream, b"*", b"m", encode(ghost))
+                self.num_ghosts += 1
 
     # --- transfers ---
 
@@ -251,10 +257,23 @@ class Judge:
                     life.engine.check()
                 except AssertionError as exc:
                     self._world.violate(f"{life.incarnation}: pool: {exc}", exc)
+                self._check_told(life)
             if life.is_alive and life.scheduler is not None:
                 life.scheduler.ledger.check()
             if life.is_alive and life.index is not None:
                 life.index.index.check()
+
+    def _check_told(self, life: Life) -> None:
+        """A worker that is idle has told of all that changed in its cache."""
+        assert life.pool is not None
+        assert life.engine is not None
+        is_idle = life.worker is not None and life.worker.idle() and not life.engine.is_stepping
+        untold = is_idle and bool(life.pool._cache._changes)
+        looks = self._untold[life.incarnation] = self._untold.get(life.incarnation, 0) + 1 if untold else 0
+        if looks == UNTOLD_LOOKS:
+            self._world.violate(
+                f"{life.incarnation} is idle and has not told what changed: {life.pool._cache._changes}"
+            )
 
     # --- in the end ---
 

@@ -143,7 +143,16 @@ MUTANTS: tuple[Mutant, ...] = (
     python("the buried go on", Roster, "heartbeat", heartbeat_always, ("freeze", "partition")),
     python("leases are renewed without progress", WorkerLink, "_is_stuck", lambda self, progress: False, ("hang",)),
     python("the index overlooks holes", PrefixIndex, "apply", apply_over_gaps, ("kv_loss",)),
-    python("an idle engine's cache changes are not told", Engine, "drain_events", lambda self: (), leavers=0.5),
+    python(
+        "an idle engine's cache changes are not told",
+        Engine,
+        "drain_events",
+        lambda self: (),
+        (),
+        leavers=0.9,
+        queued=0.0,
+        sizes=(("num_blocks", 48), ("num_prefill", 2)),
+    ),
     python("no sign after the last KV event", WorkerLink, "_sign", do_nothing, ("kv_loss",)),
     lua(
         "renew asks for no fence",

@@ -9,9 +9,9 @@ from tests.sim.wrong import do_nothing
 WIDOWS = ("widow", "widow", "blink")
 GATEWAYS = ("widow", "doze_gateway")
 LOSSES = ("lost_replies",)
-STUPORS = ("stupor",)
-ALONE: dict[str, Any] = {"queued": 0.8, "sizes": (("num_gateways", 1),)}
-"""Nobody takes over, so a gateway that is given up comes back to requests of its own that were cancelled."""
+STUPORS = ("stupor", "hang")
+ALONE: dict[str, Any] = {"queued": 0.8, "sizes": (("num_gateways", 1), ("num_prefill", 0), ("num_decode", 1))}
+"""Nobody takes over and no work ends, so a gateway that is given up comes back to its own cancelled requests."""
 
 OF_THE_QUEUE: tuple[Mutant, ...] = (
     lua("nobody owns a submission", "submit_open", "redis.call('HSET', KEYS[1], 'owner', ARGV[1])"),

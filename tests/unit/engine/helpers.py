@@ -61,6 +61,7 @@ class Rig:
         *,
         seqs: int = 8,
         budget: int = 64,
+        prompts_until: int = 1 << 30,
         max_len: int = 0,
         caching: bool = True,
         bays: int = 0,
@@ -70,6 +71,7 @@ class Rig:
         self.limits = PlannerLimits(
             max_num_seqs=seqs,
             max_num_batched_tokens=budget,
+            prefill_batch_tokens=prompts_until,
             max_model_len=max_len or num_blocks * BLOCK,
             prefix_caching=caching,
         )

@@ -50,6 +50,39 @@ def test_decode_rows_go_first_then_chunks_then_newcomers():
     assert rows(plan) == {"short": 1, "long": 1, "next": 4}
 
 
+def test_a_step_that_has_enough_of_prompts_takes_no_further_one():
+    """So the first prompt's token does not wait for the others; a prompt that is too short is given company."""
+    rig = Rig(64, budget=24, prompts_until=8)
+    rig.planner.add(make_spec("short", [1, 2, 3], 9))
+    rig.planner.add(make_spec("long", range(10, 40), 9))
+    rig.planner.add(make_spec("next", range(50, 60), 9))
+    steps: list[dict[str, int]] = []
+    for _ in range(4):
+        plan = rig.planner.plan()
+        assert plan is not None
+        steps.append(rows(plan))
+        rig.note(rig.planner.commit(plan, rig.runner.run(plan)))
+    assert steps == [
+        {"short": 3, "long": 21},
+        {"short": 1, "long": 9},
+        {"short": 1, "long": 1, "next": 10},
+        {"short": 1, "long": 1, "next": 1},
+    ]
+
+
+@pytest.mark.parametrize("seqs", [2, 8])
+def test_answers_go_on_while_the_first_in_rank_can_not_start(seqs: int):
+    """It waits for a seat, or for a block that it has no right to; those that run lack a block each, and none is over
+    its credit. They would wait for each other."""
+    rig = Rig(4, seqs=seqs)
+    rig.planner.add(make_spec("a", range(8), 6, credit=2))
+    rig.planner.add(make_spec("b", range(20, 28), 6, credit=2))
+    rig.step()
+    rig.planner.add(make_spec("urgent", [1], 6, priority=-1))
+    rig.run()
+    assert rig.finished == dict.fromkeys(("a", "b", "urgent"), "length")
+
+
 def test_no_more_seqs_run_than_seats():
     """`max_num_seqs` bounds the seqs of a step."""
     rig = Rig(32, seqs=2)

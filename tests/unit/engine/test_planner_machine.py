@@ -44,9 +44,10 @@ class PlannerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 24),
         caching=st.booleans(),
         bays=st.integers(0, 12),
+        prompts_until=st.integers(1, 24),
     )
-    def begin(self, num_blocks: int, seqs: int, budget: int, caching: bool, bays: int) -> None:
-        self.rig = Rig(num_blocks, seqs=seqs, budget=budget, caching=caching, bays=bays)
+    def begin(self, num_blocks: int, seqs: int, budget: int, caching: bool, bays: int, prompts_until: int) -> None:
+        self.rig = Rig(num_blocks, seqs=seqs, budget=budget, caching=caching, bays=bays, prompts_until=prompts_until)
         self.planner = self.rig.planner
         self.known: dict[str, Known] = {}
         self.plans: list[StepPlan] = []  # in flight, the eldest first

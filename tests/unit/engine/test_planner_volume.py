@@ -39,6 +39,7 @@ class Driver:
             budget=draw(1, 32),
             caching=self.rng.random() < 0.7,
             bays=draw(0, 24),
+            prompts_until=draw(1, 32),
         )
 
     def prompt(self) -> list[int]:
