@@ -235,13 +235,15 @@ class CompletionsEndpoint(Endpoint):
             if fields.get(name) not in (None, False, [], {}, "none", "auto"):
                 raise bad_field(name, f"{name} is for /v1/chat/completions.", "unsupported")
         prompts = read_prompts(fields, self._parts.services.tokenizer.vocab_size)
-        return _Question(prompts, "prompt", True, params.grammar, CompletionWire)
+        special = fields.boolean("add_special_tokens", default=True)
+        return _Question(prompts, "prompt", special, params.grammar, CompletionWire)
 
     def _default_max_tokens(self) -> int:
         return COMPLETION_MAX_TOKENS
 
     def read_all(self, fields: Fields) -> None:
         super().read_all(fields)
+        fields.boolean("add_special_tokens", default=True)
         read_prompts(fields, self._parts.services.tokenizer.vocab_size)
 
 
@@ -251,14 +253,15 @@ class ChatEndpoint(Endpoint):
 
     def read_all(self, fields: Fields) -> None:
         super().read_all(fields)
+        fields.boolean("add_special_tokens")
         read_options(fields)
         read_tools(fields)
         read_messages(fields)
 
     def _question(self, fields: Fields, params: Params) -> _Question:
         asked = self._parts.chats.read(fields, params.grammar)
-        # BOS is in the template, where there is one.
-        return _Question([asked.prompt], "messages", False, asked.grammar, partial(ChatWire, shape=asked.shape))
+        special = fields.boolean("add_special_tokens")  # BOS is in the template, where there is one
+        return _Question([asked.prompt], "messages", special, asked.grammar, partial(ChatWire, shape=asked.shape))
 
     def _default_max_tokens(self) -> int:
         return self._parts.config.default_max_tokens
