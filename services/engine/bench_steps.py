@@ -26,7 +26,7 @@ DRAWN = {"temperature": 0.8, "top_k": 40, "top_p": 0.95}
 def digest(block_bytes: int, cold_bytes: int = COLD_BYTES) -> Case:
     """Of one cold block, in one thread. Mixing is left out of the count: reading bounds it."""
     count = 1 + cold_bytes // block_bytes
-    data = memoryview(np.random.default_rng(0).integers(0, 256, count * block_bytes, np.uint8)).cast("B")
+    data = memoryview(np.random.default_rng(0).bytes(count * block_bytes))
     turn, some = cycle(range(0, count * block_bytes, block_bytes)), min(8, count)
 
     def call() -> int:
