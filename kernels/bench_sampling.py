@@ -14,7 +14,7 @@ from kernels.sampling import Adjustments, adjust_logits, draw_tokens, mask_logit
 
 TOKENS, OUTPUT, BIASES, TOP = 320, 64, 16, 5
 """Of each adjusted row: tokens of its seq, how many of those are output, biases; and best tokens told of a row."""
-_CALL_ROWS = 8  # a call goes over at least so many
+CALL_ROWS = 8  # a call goes over at least so many
 
 
 class SamplingCases:
@@ -99,7 +99,7 @@ class SamplingCases:
         return min(self._all_threads, num_rows)
 
     def _case(self, op: str, num_rows: int, num_bytes: int, work: int, once: Callable[[], None]) -> Case:
-        count = -(-_CALL_ROWS // num_rows)
+        count = -(-CALL_ROWS // num_rows)
 
         def call() -> int:
             for _ in range(count):

@@ -9,6 +9,7 @@ import torch
 
 from kernels.bench import COLD_BYTES, FORMAT_KINDS, Case
 from kernels.bench_cases import ROWS
+from kernels.bench_sampling import CALL_ROWS
 from services.engine.load import ModelPlan
 from services.engine.packing_plan import plan_pack
 from services.engine.runner import ModelRunner
@@ -48,10 +49,17 @@ def choices(vocab: int, num_threads: int, rows: Sequence[int] = ROWS) -> Iterato
         for op, params, steps in ways:
             threads = 1 if params.temperature == 0 else min(num_threads, num_rows)
             specs, some = [SampleSpec(params, 0, i) for i in range(num_rows)], logits[:num_rows]
+            again = -(-CALL_ROWS // num_rows)
 
-            def call(some: torch.Tensor = some, specs: list[SampleSpec] = specs, threads: int = threads) -> int:
-                sample(some, specs, threads)
-                return 1
+            def call(
+                some: torch.Tensor = some,
+                specs: list[SampleSpec] = specs,
+                threads: int = threads,
+                again: int = again,
+            ) -> int:
+                for _ in range(again):
+                    sample(some, specs, threads)
+                return again
 
             count = num_rows * vocab
             yield Case(op, f"{num_rows} x {vocab}", 4 * count, {"float32": steps * count}, call, num_threads=threads)
