@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.answers import Answer, best, empty_answers
-from services.gateway.body import ClientDisconnect, read_json
+from services.gateway.body import BodyBudget, ClientDisconnect, HeldBody, read_json
 from services.gateway.chat import ChatReader, read_options
 from services.gateway.chat_wire import ChatWire
 from services.gateway.errors import ApiError, bad_field, error_response, internal
@@ -64,6 +64,7 @@ class Parts:
     offload: Offload
     randomness: Randomness
     grammars: GrammarChecker
+    bodies: BodyBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +121,15 @@ class Endpoint(ABC):
         read_params(fields, chat=self.is_chat)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._parts.bodies.hold() as held:
+            await self._handle(scope, receive, send, held)
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send, held: HeldBody) -> None:
         arrived_at = self._parts.services.clock.now()
         reply = _Reply(send, self._parts.services.clock)
         request = Request(scope, receive)
         try:
-            raw = await self._read(request)
+            raw = await self._read(request, held)
         except ClientDisconnect:
             return
         except ApiError as exc:
@@ -136,10 +141,10 @@ class Endpoint(ABC):
             await self._answer(raw, arrived_at, reply, scope, receive)
             tasks.cancel_scope.cancel()
 
-    async def _read(self, request: Request) -> dict[str, Any]:
+    async def _read(self, request: Request, held: HeldBody) -> dict[str, Any]:
         parts, config = self._parts, self._parts.config
         return await read_json(
-            request, config.max_body_bytes, parts.offload, parts.services.clock, config.body_timeout_s
+            request, config.max_body_bytes, parts.offload, parts.services.clock, config.body_timeout_s, held
         )
 
     async def _answer(
