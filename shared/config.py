@@ -50,6 +50,7 @@ class GatewayConfig(Section, frozen=True):
     max_queued: int = 512  # requests waiting for dispatch; beyond: 429
     queue_timeout_s: float = 300.0  # an HTTP request that waits longer for dispatch gets 503
     max_body_bytes: int = 8 << 20
+    max_open_body_bytes: int = 64 << 20  # of all requests' bodies beyond 64 KiB each; what would exceed it gets 503
     chat_template: str = ""  # a jinja file in place of the model's own
     tool_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = "auto"  # auto: as the chat template shows
     reasoning_parser: Literal["auto", "think", "off"] = "auto"  # auto: if the chat template knows <think>
@@ -231,6 +232,7 @@ def _check(s: Settings) -> None:
         "lease.heartbeat_s": s.lease.heartbeat_s,
         "gateway.max_queued": s.gateway.max_queued,
         "gateway.default_max_tokens": s.gateway.default_max_tokens,
+        "gateway.max_open_body_bytes": s.gateway.max_open_body_bytes,
         "gateway.max_grammar_bytes": s.gateway.max_grammar_bytes,
         "gateway.grammar_timeout_s": s.gateway.grammar_timeout_s,
         "gateway.client_stall_s": s.gateway.client_stall_s,
@@ -253,6 +255,8 @@ def _check(s: Settings) -> None:
             raise ConfigError(f"configuration: engine.{field} must be in (0, 1], got {share}")
     if bool(s.gateway.tls_cert) != bool(s.gateway.tls_key):
         raise ConfigError("configuration: gateway.tls_cert and gateway.tls_key go together")
+    if s.gateway.max_open_body_bytes < s.gateway.max_body_bytes:
+        raise ConfigError("configuration: gateway.max_open_body_bytes must be at least gateway.max_body_bytes")
     if s.engine.memory_limit:
         parse_bytes(s.engine.memory_limit)
     if not s.transfer.transports:

@@ -16,7 +16,7 @@ def store_kv(
 ) -> None:
     """See `kernels.ops.store_kv`. `simd=False` takes the scalar body."""
     _kernels.store_kv(
-        _layer_cache(cache),
+        layer_cache(cache),
         k.data_ptr(),
         v.data_ptr(),
         k.stride(0),
@@ -43,7 +43,7 @@ def paged_attention(
 ) -> None:
     """See `kernels.ops.paged_attention`. `simd=False` takes the scalar body."""
     _kernels.paged_attention(
-        _layer_cache(cache),
+        layer_cache(cache),
         out.data_ptr(),
         q.data_ptr(),
         out.stride(0),
@@ -62,7 +62,8 @@ def paged_attention(
     )
 
 
-def _layer_cache(cache: torch.Tensor) -> _kernels.LayerCache:
+def layer_cache(cache: torch.Tensor) -> _kernels.LayerCache:
+    """One layer's view of a pool, as the kernels take it. Does not keep `cache`."""
     num_blocks, num_kv_heads, _, block_size, _ = cache.shape
     block_stride, head_stride, kv_stride, token_stride, _ = cache.stride()
     return _kernels.LayerCache(

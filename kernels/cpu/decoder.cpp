@@ -9,8 +9,6 @@
 namespace baton {
 namespace {
 
-constexpr int64_t ROWS = 8;  // rows of a piece of row-wise work
-
 void check_ids(const Step& step, int64_t vocab) {
   for (int64_t r = 0; r < step.num_rows; ++r)
     if (step.token_ids[r] < 0 || step.token_ids[r] >= vocab)
@@ -32,9 +30,7 @@ struct Decoder::Run {
 
   template <typename Body>
   void each_row(int64_t num_rows, const Body& body) const {
-    parallel_for((num_rows + ROWS - 1) / ROWS, num_threads, [&](int64_t piece) {
-      for (int64_t r = piece * ROWS; r < std::min(num_rows, (piece + 1) * ROWS); ++r) body(r);
-    });
+    baton::each_row(num_rows, num_threads, body);
   }
 
   void embed() const {
@@ -63,17 +59,8 @@ struct Decoder::Run {
   // Prepares rows of x for matrices of this format, normalised if `norm` is given.
   void prepare(Format format, const float* x, int64_t width, const float* norm, int64_t num_rows,
                const int32_t* picked = nullptr) const {
-    const int64_t bytes = prepared_bytes(format, width);
-    each_row(num_rows, [&](int64_t r) {
-      static thread_local std::vector<float> normed;
-      const float* row = x + (picked ? picked[r] : r) * width;
-      if (norm) {
-        normed.resize(width);
-        rows.rms_norm(row, norm, width, d.shape_.rms_eps, normed.data());
-        row = normed.data();
-      }
-      linear.prepare(format, row, width, &d.prepared_[r * bytes]);
-    });
+    prepare_rows({format, x, width, norm, d.shape_.rms_eps, num_rows, picked, d.prepared_.data()}, linear, rows,
+                 num_threads);
   }
 
   void product(const Matrix& w, int64_t num_rows, float* out, int64_t width, int64_t stride, Finish finish) const {

@@ -3,6 +3,7 @@
 #include "tile.h"
 
 #include <algorithm>
+#include <vector>
 
 namespace baton {
 
@@ -64,6 +65,20 @@ void multiply(const Product& p, const LinearOps& linear, const RowOps& rows, int
     const int64_t panel = piece / per_panel, first = piece % per_panel * batch;
     const int64_t row = panel * ROWS, num_rows = std::min(ROWS, p.num_rows - row);
     for (int64_t i = first; i < std::min(first + batch, blocks); ++i) run_item(p, linear, rows, i, row, num_rows);
+  });
+}
+
+void prepare_rows(const Preparation& p, const LinearOps& linear, const RowOps& rows, int num_threads) {
+  const int64_t bytes = prepared_bytes(p.format, p.width);
+  each_row(p.num_rows, num_threads, [&](int64_t r) {
+    static thread_local std::vector<float> normed;
+    const float* row = p.x + (p.picked ? p.picked[r] : r) * p.width;
+    if (p.norm) {
+      normed.resize(p.width);
+      rows.rms_norm(row, p.norm, p.width, p.eps, normed.data());
+      row = normed.data();
+    }
+    linear.prepare(p.format, row, p.width, p.out + r * bytes);
   });
 }
 

@@ -85,6 +85,19 @@ const RowOps& row_ops(bool simd);
 // Row `row` of the matrix, widened to float32 (embedding lookup).
 void read_row(const Matrix& w, int64_t row, float* out);
 
+struct Preparation {
+  Format format;
+  const float* x;         // [.., width]
+  int64_t width;
+  const float* norm;      // RMS norm's weights, or null: rows are taken as they are
+  float eps;
+  int64_t num_rows;
+  const int32_t* picked;  // which rows of x, or null: the first ones
+  uint8_t* out;           // `prepared_bytes` a row
+};
+
+void prepare_rows(const Preparation& what, const LinearOps& linear, const RowOps& rows, int num_threads);
+
 // What happens to a product: it replaces out, or is added to it; or its blocks are pairs of gate (2 b) and up
 // (2 b + 1), of which silu(gate) * up, or gelu(gate) * up, becomes columns 16 b .. 16 b + 15.
 enum class Finish : int { store = 0, add = 1, silu_mul = 2, gelu_mul = 3 };

@@ -62,5 +62,6 @@ NB_MODULE(_kernels, m) {
   bind_linear(m);
   bind_decoder(m);
   bind_peak(m);
+  bind_rows(m);
   bind_sample(m);
 }

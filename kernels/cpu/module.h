@@ -21,4 +21,5 @@ using OutRows = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 void bind_linear(nb::module_& m);
 void bind_decoder(nb::module_& m);
 void bind_peak(nb::module_& m);
+void bind_rows(nb::module_& m);
 void bind_sample(nb::module_& m);

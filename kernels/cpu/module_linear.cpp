@@ -29,16 +29,10 @@ void py_linear(const Matrix& w, const Rows& x, const OutRows& out, int finish, i
   nb::gil_scoped_release released;
   const LinearOps& ops = linear_ops(simd);
   std::vector<uint8_t> prepared(static_cast<size_t>(num_rows * row_bytes));
-  for (int64_t r = 0; r < num_rows; ++r)
-    ops.prepare(w.format, x.data() + r * w.num_inputs, w.num_inputs, prepared.data() + r * row_bytes);
+  prepare_rows({w.format, x.data(), w.num_inputs, nullptr, 0.0f, num_rows, nullptr, prepared.data()}, ops, row_ops(simd),
+               num_threads);
   multiply({w, prepared.data(), num_rows, out.data(), static_cast<int64_t>(out.shape(1)),
             static_cast<int64_t>(out.shape(1)), kind}, ops, row_ops(simd), num_threads);
-}
-
-void py_read_row(const Matrix& w, int64_t row, const OutRows& out) {
-  if (row < 0 || row >= w.num_outputs || static_cast<int64_t>(out.size()) != w.num_inputs)
-    throw std::out_of_range("read_row: no such row, or out of another size");
-  read_row(w, row, out.data());
 }
 
 }  // namespace
@@ -51,5 +45,4 @@ void bind_linear(nb::module_& m) {
            },
            nb::keep_alive<1, 5>());
   m.def("linear", &py_linear);
-  m.def("read_row", &py_read_row);
 }

@@ -4,6 +4,8 @@
 #include "threads.h"
 #include "tile.h"
 
+#include <stdexcept>
+
 namespace {
 
 using namespace baton;
@@ -22,17 +24,20 @@ int64_t peak_ops(int kind, int64_t iterations, int num_threads) {
   return 0;
 }
 
-int64_t peak_read(const Bytes& data, int num_threads) {
+// Bytes read by `num_threads` threads: data in pieces of so many bytes, each of them read `passes` times over.
+int64_t peak_read(const Bytes& data, int64_t piece_bytes, int64_t passes, int num_threads) {
+  if (piece_bytes < 1) throw std::invalid_argument("peak_read: a piece has bytes");
 #ifdef BATON_AVX2
   if (cpu_has_avx2()) {
-    constexpr int64_t PIECE = 1 << 20;
-    const int64_t pieces = static_cast<int64_t>(data.size()) / PIECE;
+    const int64_t pieces = static_cast<int64_t>(data.size()) / piece_bytes;
     const uint8_t* first = data.data();
-    parallel_for(pieces, num_threads, [&](int64_t i) { avx2_peaks.read(first + i * PIECE, PIECE); });
-    return pieces * PIECE;
+    parallel_for(pieces, num_threads, [&](int64_t i) {
+      for (int64_t pass = 0; pass < passes; ++pass) avx2_peaks.read(first + i * piece_bytes, piece_bytes);
+    });
+    return pieces * piece_bytes * passes;
   }
 #endif
-  (void)data, (void)num_threads;
+  (void)data, (void)passes, (void)num_threads;
   return 0;
 }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 namespace baton {
@@ -228,6 +229,8 @@ void adjust_logits(float* logits, int64_t vocab, const Adjust& adjust) {
   }
 }
 
+constexpr uint32_t MINUS_INFINITY = 0xFF800000u;  // its bits as a float32
+
 void mask_logits(float* logits, int64_t vocab, const uint32_t* allowed) {
   for (int64_t first = 0; first < vocab; first += 32) {
     const uint32_t word = allowed[first / 32];
@@ -237,8 +240,14 @@ void mask_logits(float* logits, int64_t vocab, const uint32_t* allowed) {
       std::fill(logits + first, logits + end, -INFINITY);
       continue;
     }
-    for (int64_t i = first; i < end; ++i)
-      if (!(word >> (i - first) & 1)) logits[i] = -INFINITY;
+    // No branch: which tokens a grammar allows is not for a processor to guess.
+    for (int64_t i = first; i < end; ++i) {
+      const uint32_t keep = 0u - (word >> (i - first) & 1u);
+      uint32_t bits;
+      std::memcpy(&bits, logits + i, 4);
+      bits = (bits & keep) | (MINUS_INFINITY & ~keep);
+      std::memcpy(logits + i, &bits, 4);
+    }
   }
 }
 

@@ -1,5 +1,6 @@
 // A few threads that take numbered pieces of work from one counter; between calls they spin briefly, then park.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 namespace baton {
@@ -20,6 +21,16 @@ void parallel_for(int64_t num_items, int num_threads, const Body& body) {
   }
   run_pieces(num_items, num_threads, [](void* context, int64_t i) { (*static_cast<const Body*>(context))(i); },
              const_cast<Body*>(&body));
+}
+
+constexpr int64_t PIECE_ROWS = 8;  // rows of a piece of row-wise work
+
+// body(0) .. body(num_rows - 1), PIECE_ROWS of them in a piece.
+template <typename Body>
+void each_row(int64_t num_rows, int num_threads, const Body& body) {
+  parallel_for((num_rows + PIECE_ROWS - 1) / PIECE_ROWS, num_threads, [&](int64_t piece) {
+    for (int64_t r = piece * PIECE_ROWS; r < std::min(num_rows, (piece + 1) * PIECE_ROWS); ++r) body(r);
+  });
 }
 
 }  // namespace baton

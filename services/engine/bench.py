@@ -5,14 +5,23 @@ A program of its own, because the command line imports no engine.
 
 import argparse
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kernels import bench
+from kernels.bench_cases import ModelCases, Sizes
+from kernels.bench_sampling import SamplingCases
+from services.engine import bench_steps
 from services.engine.host import pin
+from services.engine.load import open_model
+from services.engine.runner import configure_threads
 from shared.clock import SystemClock
+from shared.config import EngineConfig, ModelConfig
+from shared.errors import ModelError
 
-COLUMNS = ("op", "shape", "us", "GB/s", "GOP/s", "of the ceiling")
-WIDTHS = (20, 22, 10, 8, 8, 15)
+COLUMNS = ("op", "shape", "data", "threads", "us", "GB/s", "GOP/s", "share", "of")
+WIDTHS = (26, 20, 5, 7, 10, 8, 8, 7, 18)
+LEFT = {0, 1, 2, 8}
+BLOCK_BYTES = 368_640  # of the default model's pool: 16 tokens, 30 layers, float16
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -24,28 +33,60 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.threads < 1 or args.repeats < 1:
         parser.error("--threads and --repeats must be above 0")
     pin(set(sorted(os.sched_getaffinity(0))[: args.threads]))
+    configure_threads(args.threads)
     clock = SystemClock()
-    ceilings = bench.measure_ceilings(clock.now, args.threads)
-    for line in report(ceilings, bench.run(clock.now, args.threads, ceilings, repeats=args.repeats), args.threads):
+    ceilings = bench.Ceilings(clock.now)
+    for line in header(ceilings, args.threads):
         print(line, flush=True)
+    for timing in bench.measure(op_cases(args.threads), ceilings, clock.now, args.repeats):
+        print(line_of(timing), flush=True)
+    try:
+        steps = step_cases(args.threads)
+        for timing in bench.measure(steps, ceilings, clock.now, args.repeats):
+            print(line_of(timing), flush=True)
+    except ModelError as error:
+        print(f"No whole steps: {error}")
 
 
-def report(ceilings: bench.Ceilings, timings: Iterable[bench.Timing], num_threads: int) -> Iterable[str]:
-    """The lines, as soon as each is known."""
-    peaks = ", ".join(f"{name} {gops:.0f} GOP/s" for name, gops in ceilings.gops.items())
-    yield f"Ceilings of {num_threads} thread(s), from registers: {peaks}; reading memory {ceilings.read_gbs:.1f} GB/s"
+def op_cases(num_threads: int) -> Iterator[bench.Case]:
+    """Every op at the default model's sizes."""
+    sizes = Sizes()
+    yield from ModelCases(sizes, num_threads).all()
+    yield bench_steps.digest(BLOCK_BYTES)
+    yield from SamplingCases(sizes.vocab, num_threads).all()
+    yield from bench_steps.choices(sizes.vocab, num_threads)
+
+
+def step_cases(num_threads: int) -> Iterator[bench.Case]:
+    """:raises ModelError: the default model is not installed."""
+    yield from bench_steps.whole_steps(open_model(ModelConfig(), EngineConfig()), num_threads)
+
+
+def header(ceilings: bench.Ceilings, num_threads: int) -> Iterable[str]:
+    """What the shares are of, and the columns."""
+    for threads in sorted({1, num_threads}):
+        peaks = ", ".join(f"{kind} {ceilings.gops(kind, threads):.0f} GOP/s" for kind in bench.KINDS)
+        memory = ceilings.read_gbs(threads)
+        yield f"Ceilings of {threads} thread(s): from registers {peaks}; reading memory {memory:.1f} GB/s"
+    yield "cold: weights, keys and values come from memory, and only they are counted; warm: as the last call left it"
     yield _line(COLUMNS)
-    for t in timings:
-        cells = (f"{t.microseconds:.1f}", f"{t.gbs:.1f}", f"{t.gops:.1f}", f"{100 * t.share:.0f} %")
-        yield _line((t.op, t.shape, *cells))
+
+
+def line_of(timing: bench.Timing) -> str:
+    """One line of the table."""
+    t = timing
+    share = f"{100 * t.share:.0f} %" if t.bound else "-"
+    data = "cold" if t.is_cold else "warm"
+    cells = (f"{t.microseconds:.2f}", f"{t.gbs:.1f}", f"{t.gops:.1f}", share, t.bound or "-")
+    return _line((t.op, t.shape, data, str(t.num_threads), *cells))
 
 
 def _line(cells: Sequence[str]) -> str:
     texts = [
-        cell.ljust(width) if i < 2 else cell.rjust(width)
+        cell.ljust(width) if i in LEFT else cell.rjust(width)
         for i, (cell, width) in enumerate(zip(cells, WIDTHS, strict=True))
     ]
-    return " ".join(texts)
+    return " ".join(texts).rstrip()
 
 
 if __name__ == "__main__":

@@ -59,8 +59,16 @@ class AnswerParser:
         self._reasoning = _ReasoningParser(begins_thinking=shape.begins_thinking) if shape.reasoning else None
         self._tools = None if shape.tools is None else _ToolParser(shape.tools, shape.names)
         self.num_calls = 0
+        self.num_reasoning_tokens = 0
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str, num_tokens: int = 0) -> list[Piece]:
+        """:param num_tokens: of the answer, up to the end of `text`: while it is all thought, these are thoughts."""
+        pieces = self._push(text)
+        if self._reasoning is not None and self._reasoning.is_thinking:
+            self.num_reasoning_tokens = num_tokens
+        return pieces
+
+    def _push(self, text: str) -> list[Piece]:
         if self._reasoning is None:
             return self._content(text)
         out: list[Piece] = []
@@ -91,6 +99,10 @@ class _ReasoningParser:
     def __init__(self, *, begins_thinking: bool) -> None:
         self._state = "thinking" if begins_thinking else "start"
         self._held = ""
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._state == "thinking"
 
     def push(self, text: str) -> list[Reasoning | Content]:
         self._held += text

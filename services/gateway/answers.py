@@ -13,6 +13,7 @@ class Answer:
 
     index: int  # of all choices that are generated
     parts: list[str] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)  # output tokens with each of the parts
     logged: list[Logged] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     reason: str = ""
@@ -30,6 +31,7 @@ class Answer:
 
     def add(self, delta: Delta) -> None:
         self.parts.append(delta.text)
+        self.counts.append(delta.num_output_tokens)
         self.logged += delta.logged
         self.reason = delta.finish_reason or self.reason
         if delta.prompt_logprobs is not None:

@@ -11,6 +11,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Route
 
+from services.gateway.body import BodyBudget
 from services.gateway.chat import ChatReader
 from services.gateway.chat_template import load_template
 from services.gateway.edge import EXPOSED_HEADERS, Edge
@@ -68,6 +69,7 @@ def build_app(
         offload=offload,
         randomness=randomness,
         grammars=grammars,
+        bodies=BodyBudget(config.max_open_body_bytes),
     )
     endpoints = {"completions": CompletionsEndpoint(parts), "chat": ChatEndpoint(parts)}
     small = SmallEndpoints(parts)

@@ -1,6 +1,6 @@
 """The JSON of OpenAI's chat completions: text, reasoning and tool calls."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -8,7 +8,7 @@ from services.gateway.answer import AnswerParser, AnswerShape, CallBegan, CallPa
 from services.gateway.answers import Answer
 from services.gateway.choice import Delta, Logged
 from services.gateway.generation import Usage
-from services.gateway.wire import BaseWire, usage_object
+from services.gateway.wire import BaseWire, encode_json, usage_object
 
 
 class ChatWire(BaseWire):
@@ -34,7 +34,7 @@ class ChatWire(BaseWire):
             events = self._delta(delta.choice, text, logprobs=logprobs) if delta.text or logprobs else b""
             return events + (self._delta(delta.choice, {}, delta.finish_reason) if delta.finish_reason else b"")
         parser = self._parsers.setdefault(delta.choice, AnswerParser(self.shape))
-        pieces = parser.push(delta.text)
+        pieces = parser.push(delta.text, delta.num_output_tokens)
         if delta.finish_reason is not None:
             pieces += parser.finish()
         events = self._delta(delta.choice, {}, logprobs=logprobs) if logprobs else b""
@@ -44,25 +44,34 @@ class ChatWire(BaseWire):
         return events
 
     def usage_chunk(self, usage: Usage) -> bytes:
-        return self._event(self._KIND, [], usage_object(usage))
+        return self._event(self._KIND, [], self._usage(usage, self._parsers.values()))
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        parsers = [AnswerParser(self.shape) for _ in answers]
         choices = [
-            self._choice(i, answer.text, answer.reason) | {"logprobs": self._logprobs(answer.logged)}
+            self._choice(i, answer, parsers[i]) | {"logprobs": self._logprobs(answer.logged)}
             for i, answer in enumerate(answers)
         ]
         if self.writer is not None and answers[0].prompt_logprobs is not None:
             self._head |= self.writer.prompt_of(0, answers[0].prompt_logprobs)
-        return self._whole("chat.completion", choices, usage)
+        return encode_json(
+            {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage(usage, parsers)}
+        )
 
     def _logprobs(self, logged: Sequence[Logged]) -> dict[str, Any] | None:
         return self.writer.chat(logged) if self.writer is not None and self.writer.is_on else None
 
-    def _choice(self, index: int, text: str, reason: str) -> dict[str, Any]:
+    def _usage(self, usage: Usage, parsers: Iterable[AnswerParser]) -> dict[str, Any]:
+        if not self.shape.reasoning:
+            return usage_object(usage)
+        count = sum(parser.num_reasoning_tokens for parser in parsers)
+        return usage_object(usage) | {"completion_tokens_details": {"reasoning_tokens": count}}
+
+    def _choice(self, index: int, answer: Answer, parser: AnswerParser) -> dict[str, Any]:
+        text, reason = answer.text, answer.reason
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if not self.shape.is_plain:
-            parser = AnswerParser(self.shape)
-            message |= self._parts(index, [*parser.push(text), *parser.finish()])
+            message |= self._parts(index, parse(parser, answer))
             reason = _reason(reason, parser)
         return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
 
@@ -107,6 +116,14 @@ class ChatWire(BaseWire):
 def call_id(response_id: str, choice: int, index: int) -> str:
     """A function of the response, so that an answer which is written again says the same."""
     return "call_" + blake2b(f"{response_id}/{choice}/{index}".encode(), digest_size=12).hexdigest()
+
+
+def parse(parser: AnswerParser, answer: Answer) -> list[Piece]:
+    """All of an answer that is not streamed."""
+    pieces: list[Piece] = []
+    for text, num_tokens in zip(answer.parts, answer.counts, strict=True):
+        pieces += parser.push(text, num_tokens)
+    return pieces + parser.finish()
 
 
 def _reason(reason: str, parser: AnswerParser) -> str:

@@ -40,6 +40,7 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     logged: tuple[Logged, ...] = ()  # if logprobs are wanted; the prompt's too, if it is echoed
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # with the choice's first delta, if wanted
+    num_output_tokens: int = 0  # of the choice so far
 
 
 class Choice:
@@ -76,7 +77,9 @@ class Choice:
             if self.reason is not None:
                 break
         self._end_among_others(parts)
-        return Delta(self.index, "".join(parts), self._finish(), tuple(token_ids[:taken]), tuple(log), told)
+        said = "".join(parts)
+        taken_ids, count = tuple(token_ids[:taken]), self.num_output_tokens
+        return Delta(self.index, said, self._finish(), taken_ids, tuple(log), told, count)
 
     def finish(self, event: Finished) -> Delta:
         """The last text: what was held back. Sets `reason`."""
@@ -88,7 +91,8 @@ class Choice:
             self.reason = "stop"
         if self._shown.prompt_only and event.reason in ("stop", "length"):
             self.reason = "length"
-        return Delta(self.index, before + self._flush(), self._finish(), (), tuple(log), told)
+        text = before + self._flush()
+        return Delta(self.index, text, self._finish(), (), tuple(log), told, self.num_output_tokens)
 
     def _finish(self) -> Literal["stop", "length"] | None:
         return self.reason if self.reason in ("stop", "length") else None

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.answers import Answer, best, empty_answers
-from services.gateway.body import ClientDisconnect, read_json
+from services.gateway.body import BodyBudget, ClientDisconnect, HeldBody, read_json
 from services.gateway.chat import ChatReader, read_options
 from services.gateway.chat_wire import ChatWire
 from services.gateway.errors import ApiError, bad_field, error_response, internal
@@ -64,6 +64,7 @@ class Parts:
     offload: Offload
     randomness: Randomness
     grammars: GrammarChecker
+    bodies: BodyBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +121,15 @@ class Endpoint(ABC):
         read_params(fields, chat=self.is_chat)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._parts.bodies.hold() as held:
+            await self._handle(scope, receive, send, held)
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send, held: HeldBody) -> None:
         arrived_at = self._parts.services.clock.now()
         reply = _Reply(send, self._parts.services.clock)
         request = Request(scope, receive)
         try:
-            raw = await self._read(request)
+            raw = await self._read(request, held)
         except ClientDisconnect:
             return
         except ApiError as exc:
@@ -136,10 +141,10 @@ class Endpoint(ABC):
             await self._answer(raw, arrived_at, reply, scope, receive)
             tasks.cancel_scope.cancel()
 
-    async def _read(self, request: Request) -> dict[str, Any]:
+    async def _read(self, request: Request, held: HeldBody) -> dict[str, Any]:
         parts, config = self._parts, self._parts.config
         return await read_json(
-            request, config.max_body_bytes, parts.offload, parts.services.clock, config.body_timeout_s
+            request, config.max_body_bytes, parts.offload, parts.services.clock, config.body_timeout_s, held
         )
 
     async def _answer(
@@ -235,13 +240,15 @@ class CompletionsEndpoint(Endpoint):
             if fields.get(name) not in (None, False, [], {}, "none", "auto"):
                 raise bad_field(name, f"{name} is for /v1/chat/completions.", "unsupported")
         prompts = read_prompts(fields, self._parts.services.tokenizer.vocab_size)
-        return _Question(prompts, "prompt", True, params.grammar, CompletionWire)
+        special = fields.boolean("add_special_tokens", default=True)
+        return _Question(prompts, "prompt", special, params.grammar, CompletionWire)
 
     def _default_max_tokens(self) -> int:
         return COMPLETION_MAX_TOKENS
 
     def read_all(self, fields: Fields) -> None:
         super().read_all(fields)
+        fields.boolean("add_special_tokens", default=True)
         read_prompts(fields, self._parts.services.tokenizer.vocab_size)
 
 
@@ -251,14 +258,15 @@ class ChatEndpoint(Endpoint):
 
     def read_all(self, fields: Fields) -> None:
         super().read_all(fields)
+        fields.boolean("add_special_tokens")
         read_options(fields)
         read_tools(fields)
         read_messages(fields)
 
     def _question(self, fields: Fields, params: Params) -> _Question:
         asked = self._parts.chats.read(fields, params.grammar)
-        # BOS is in the template, where there is one.
-        return _Question([asked.prompt], "messages", False, asked.grammar, partial(ChatWire, shape=asked.shape))
+        special = fields.boolean("add_special_tokens")  # BOS is in the template, where there is one
+        return _Question([asked.prompt], "messages", special, asked.grammar, partial(ChatWire, shape=asked.shape))
 
     def _default_max_tokens(self) -> int:
         return self._parts.config.default_max_tokens

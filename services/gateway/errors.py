@@ -81,6 +81,12 @@ def too_large_for_limit(limit: str) -> ApiError:
     return ApiError(400, message, param="max_tokens", code="request_too_large")
 
 
+def too_many_bytes() -> ApiError:
+    return ApiError(
+        503, "The server holds too many large requests; try again later.", code="overloaded", retry_after_s=2
+    )
+
+
 def late_body(seconds: float) -> ApiError:
     return ApiError(408, f"The body did not arrive within {seconds:g} seconds.", code="body_timeout")
 

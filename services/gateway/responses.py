@@ -135,6 +135,7 @@ def _in_our_words(error: ApiError) -> ApiError:
         error.param = "input"
     else:
         error.param = names.get(head, head) + dot + rest.removeprefix("function.")
+        error.message = error.message.replace("].function.", "].")
     return error
 
 

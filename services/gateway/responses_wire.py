@@ -8,6 +8,7 @@ import msgspec
 
 from services.gateway.answer import AnswerParser, AnswerShape
 from services.gateway.answers import Answer
+from services.gateway.chat_wire import parse
 from services.gateway.choice import Delta
 from services.gateway.errors import ApiError
 from services.gateway.generation import Usage
@@ -70,7 +71,7 @@ class ResponsesWire:
 
     def chunk(self, delta: Delta) -> bytes:
         self._reason = delta.finish_reason or self._reason
-        return self._events(self._output.push(self._parser.push(delta.text)))
+        return self._events(self._output.push(self._parser.push(delta.text, delta.num_output_tokens)))
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """The events of the end."""
@@ -79,8 +80,8 @@ class ResponsesWire:
         return events + self._event(f"response.{whole['status']}", response=whole)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
-        self._output.push(self._parser.push(answers[0].text))
-        self._finish(answers[0].reason)
+        self._output.push(parse(self._parser, answers[0]))
+        self._output.finish(_status(answers[0].reason))
         return _encode(self._whole(answers[0].reason, usage))
 
     def error(self, error: ApiError) -> bytes:
@@ -99,7 +100,7 @@ class ResponsesWire:
             "input_tokens": usage.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.num_cached_tokens or 0},
             "output_tokens": usage.num_output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._parser.num_reasoning_tokens},
             "total_tokens": usage.num_tokens,
         }
         return response

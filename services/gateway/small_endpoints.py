@@ -7,7 +7,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.body import OFFLOAD_BYTES, ClientDisconnect, read_json
+from services.gateway.body import OFFLOAD_BYTES, ClientDisconnect, HeldBody, read_json
 from services.gateway.endpoints import Parts
 from services.gateway.errors import ApiError, bad_field, error_response
 from services.gateway.fields import Fields, checked_text
@@ -50,10 +50,16 @@ class SmallEndpoints:
         return await self._answer(request, self._detokenize)
 
     async def _answer(self, request: Request, answer: Callable[[Fields], Awaitable[dict[str, Any]]]) -> Response:
+        with self._parts.bodies.hold() as held:
+            return await self._answer_held(request, answer, held)
+
+    async def _answer_held(
+        self, request: Request, answer: Callable[[Fields], Awaitable[dict[str, Any]]], held: HeldBody
+    ) -> Response:
         parts, config = self._parts, self._parts.config
         try:
             raw = await read_json(
-                request, config.max_body_bytes, parts.offload, parts.services.clock, config.body_timeout_s
+                request, config.max_body_bytes, parts.offload, parts.services.clock, config.body_timeout_s, held
             )
             fields = Fields(raw)
             check_model(fields, parts.model_name)

@@ -70,6 +70,36 @@ def test_a_decode_worker_is_killed_mid_stream(three: Stack, tiny_oracle: Oracle)
     three.wait_idle()
 
 
+def test_a_choice_that_was_cut_is_cut_again_after_a_death(three: Stack) -> None:
+    """Of three choices one ends with a stop string, then their worker dies: all texts are what they would have been,
+    and the next worker, which goes on with all three, is told of the one."""
+    asked = body(PROMPT, max_tokens=700, n=3, temperature=0.9, seed=5)
+    with httpx.Client(base_url=three.url, timeout=120) as client:
+        texts = [c["text"] for c in client.post("/v1/completions", json=asked).json()["choices"]]
+    at = next(i for i in range(20, 300) if not any(texts[1][i : i + 5] in other for other in (texts[0], texts[2])))
+    stop, got, victim = texts[1][at : at + 5], ["", "", ""], ""
+    ended: set[int] = set()
+    with httpx.stream("POST", f"{three.url}/v1/completions", json=asked | {"stop": stop, "stream": True}) as reply:
+        for line in reply.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            (choice,) = json.loads(line[6:])["choices"]
+            got[choice["index"]] += choice["text"]
+            if choice["finish_reason"] is not None:
+                ended.add(choice["index"])
+            if ended == {1} and not victim and choice["index"] == 0:
+                victim = busy_decode(three)
+                survivor = "decode-1" if victim == "decode-0" else "decode-0"
+                before = three.metrics(survivor)["decode_choices_stopped_total"]
+                three.kill(victim)
+    assert got == [texts[0], texts[1][: texts[1].index(stop)], texts[2]]
+    assert victim, "they were too fast"
+    assert three.metrics(survivor)["decode_choices_stopped_total"] == before + 1
+    three.start(victim)
+    three.wait_ready(victim)
+    three.wait_idle()
+
+
 def test_a_decode_worker_is_frozen_longer_than_its_lease(three: Stack, tiny_oracle: Oracle) -> None:
     """It wakes up fenced: nothing of what it still says reaches the client, and it starts a new life."""
     victim: list[str] = []

@@ -37,7 +37,7 @@ async def say(stack: Stack, prompts: Sequence[Sequence[int]]) -> list[Any]:
     return out
 
 
-@pytest.mark.parametrize(("num_prefill", "park_bytes"), [(0, 0), (1, 64 << 20)])
+@pytest.mark.parametrize(("num_prefill", "park_bytes"), [(1, 64 << 20), pytest.param(0, 0, marks=pytest.mark.full)])
 async def test_preempted_choices_say_the_same(pair: Stack, tiny_model: Path, num_prefill: int, park_bytes: int) -> None:
     """Three prompts of four sampled choices each, in a pool for little more than one prompt's: texts and logprobs as
     with room for all, and no block left behind."""

@@ -127,12 +127,13 @@ def test_rows_of_the_matrix_can_be_read_back(fmt: Format):
     """Embedding lookup from the packed table."""
     packed, dense = make_weights(fmt, 37, 70)
     w = make_matrix(fmt, 37, 70, packed)
-    for row in (0, 7, 8, 15, 16, 36):
-        out = np.full((1, 70), np.nan, np.float32)
-        _kernels.read_row(w, row, out)
-        np.testing.assert_allclose(out[0], dense[row], rtol=1e-6, atol=1e-6)
-    with pytest.raises(IndexError):
-        _kernels.read_row(w, 37, np.zeros((1, 70), np.float32))
+    rows = np.array([[5, 5, 5, 5, 5, 5], [0, 7, 8, 15, 16, 36]], np.int32)  # two passes: the last one's stay
+    out = np.full((6, 70), np.nan, np.float32)
+    _kernels.read_rows(w, rows, out, 2)
+    np.testing.assert_allclose(out, dense[rows[1]], rtol=1e-6, atol=1e-6)
+    for row in (37, -1):
+        with pytest.raises(IndexError):
+            _kernels.read_rows(w, np.array([[row]], np.int32), np.zeros((1, 70), np.float32), 1)
 
 
 def test_eight_bit_weights_are_near_the_floats():

@@ -4,6 +4,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import anyio
 import httpx
@@ -68,13 +69,18 @@ class Gateway:
 
 @pytest.fixture
 def gateway(tokenizer: Tokenizer, anyio_backend: str) -> Gateway:
+    return make_gateway(tokenizer)
+
+
+def make_gateway(tokenizer: Tokenizer, **settings: Any) -> Gateway:
+    """One with these settings of `gateway`."""
     port, clock, observer, offload = FakePort(), ManualClock(1000.0), Recorder(), CountingOffload()
     app = build_app(
         port=port,
         tokenizer=tokenizer,
         model_name="smol",
         incarnation=Incarnation("gw"),
-        config=GatewayConfig(max_body_bytes=1 << 20),
+        config=GatewayConfig(max_body_bytes=1 << 20, **settings),
         clock=clock,
         randomness=SeededRandomness(7),
         offload=offload,

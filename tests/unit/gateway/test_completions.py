@@ -2,6 +2,7 @@
 
 import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -10,8 +11,9 @@ import pytest
 
 from shared.hashing import block_hashes, chain_root
 from shared.messages import Finished, Tokens
-from tests.unit.gateway.conftest import Gateway
+from tests.unit.gateway.conftest import Gateway, make_gateway
 from tests.unit.gateway.fakes import answer, worker
+from tests.unit.shared.tokenizer.test_tokenizer import tiny
 
 pytestmark = pytest.mark.anyio
 TEXT = "Hello 🦜 there, END of it"
@@ -281,3 +283,17 @@ async def test_large_inputs_are_handled_off_the_event_loop(gateway: Gateway):
         await complete(client, prompt="word " * 50_000)
         assert gateway.offload.names == ["_tokens", "_decode", "_tokens"]
     assert len(gateway.port.admitted[2].token_ids) == 50_001
+
+
+async def test_special_tokens_are_put_before_a_prompt_unless_told_otherwise(tmp_path: Path):
+    """vLLM's `add_special_tokens`, with a tokenizer that has a BOS: on for completions, off for chats."""
+    gateway = make_gateway(tiny(tmp_path, pre="llama-bpe", chat_template="{{ messages[0]['content'] }}"))
+    plain = gateway.ids("hi")
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    async with gateway.client() as client:
+        gateway.port.script = answer(plain)
+        for told, in_completions, in_chats in ((None, [1], []), (True, [1], [1]), (False, [], [])):
+            await client.post("/v1/completions", json={"prompt": "hi", "add_special_tokens": told})
+            assert list(gateway.port.admitted[-1].token_ids) == in_completions + plain
+            await client.post("/v1/chat/completions", json=chat | {"add_special_tokens": told})
+            assert list(gateway.port.admitted[-1].token_ids) == in_chats + plain

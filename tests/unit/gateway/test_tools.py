@@ -262,7 +262,7 @@ async def test_reasoning_is_a_field_of_its_own(gateway: Gateway, tokenizer: Toke
     from services.gateway.generation import Delta, Usage
 
     wire = ChatWire("id", 0, "m", False, AnswerShape(reasoning=True))
-    answer = Answer(0, parts=["<think>\nwhy\n</think>\n\nbecause"], reason="stop")
+    answer = Answer(0, parts=["<think>\nwhy\n</think>\n\nbecause"], counts=[9], reason="stop")
     body = json.loads(wire.whole([answer], Usage(1, 2, 0)))
     assert body["choices"][0]["message"]["reasoning_content"] == "\nwhy\n"
     assert body["choices"][0]["message"]["content"] == "because"
