@@ -86,4 +86,5 @@ CATCHES: dict[str, int] = {
     "an adopted request expires": 1,
     "an adopted request's log expires": 1,
     "a dead gateway's submissions wait for ever": 1,
+    "a lost submission is opened": 1,
 }

@@ -14,6 +14,14 @@ ALONE: dict[str, Any] = {"queued": 0.8, "sizes": (("num_gateways", 1), ("num_pre
 """Nobody takes over and no work ends, so a gateway that is given up comes back to its own cancelled requests."""
 
 OF_THE_QUEUE: tuple[Mutant, ...] = (
+    lua(
+        "a lost submission is opened",
+        "submit_open",
+        "return {'gone'}",
+        "local _ = 0",
+        ("doze_gateway", "wipe"),
+        queued=0.8,
+    ),
     lua("nobody owns a submission", "submit_open", "redis.call('HSET', KEYS[1], 'owner', ARGV[1])"),
     lua(
         "the same id is work again",
