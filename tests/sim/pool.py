@@ -46,7 +46,7 @@ def run_seed(job: Job) -> Report:
 
 
 def run_cancels(job: Job) -> Report:
-    """Every client leaves, at whatever moment; nothing else goes wrong. (In a crowd nearly all would leave unserved.)"""
+    """Every client leaves, at whatever moment; nothing else goes wrong. In a crowd most would leave unserved."""
     return run(draw(job.seed, job.num_requests, kinds=(), pace=10, leavers=1.0, queued=0.0, crowd=1.0)).short()
 
 
