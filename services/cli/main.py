@@ -33,7 +33,11 @@ def up(
     prefill: Annotated[int, typer.Option(help="Prefill workers; 0 = aggregated: decode workers do both.")] = 1,
     decode: Annotated[int, typer.Option(help="Decode workers.")] = 1,
     model: Annotated[
-        str | None, typer.Option(help="A .gguf file, a folder with safetensors, or a hub id. Default: SmolLM2-135M.")
+        str | None,
+        typer.Option(
+            help="A .gguf file, a folder with safetensors, or owner/name on the Hugging Face hub, "
+            "where huggingface_hub is installed. Default: SmolLM2-135M."
+        ),
     ] = None,
     port: Annotated[int | None, typer.Option(help="Port of the API (default 8000; 0 = any free one).")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on (default 127.0.0.1).")] = None,
@@ -102,7 +106,7 @@ def down(port: Port = 8000) -> None:
 @app.command()
 def status(port: Annotated[int | None, typer.Option(help="One stack only.", min=1, max=65535)] = None) -> None:
     """Show the running services, their health and their key figures."""
-    from services.cli.status import running, table
+    from services.cli.status import metrics_text, running, table
 
     found = running(port)
     if not found:
@@ -110,6 +114,7 @@ def status(port: Annotated[int | None, typer.Option(help="One stack only.", min=
     console = Console()
     for _, state in found:
         console.print(anyio.run(table, state))
+        print(metrics_text(state))
 
 
 @app.command()

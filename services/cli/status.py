@@ -68,6 +68,11 @@ async def table(state: RunState) -> Table:
     return out
 
 
+def metrics_text(state: RunState) -> str:
+    """Where each service's metrics are, a line each."""
+    return "\n".join(f"  {s.name:<14} {s.url}/metrics" for s in state.services if s.url)
+
+
 async def _health(client: httpx.AsyncClient, service: ServiceState) -> str:
     if not service.pid or not ProcessId(service.pid, service.start).alive():
         return f"[red]{service.state}, not running[/red]"

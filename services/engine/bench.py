@@ -5,6 +5,7 @@ A program of its own, because the command line imports no engine.
 
 import argparse
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from kernels import bench
@@ -21,6 +22,7 @@ from shared.errors import ModelError
 COLUMNS = ("op", "shape", "data", "threads", "us", "GB/s", "GOP/s", "share", "of")
 WIDTHS = (26, 20, 5, 7, 10, 8, 8, 7, 18)
 LEFT = {0, 1, 2, 8}
+MAX_SHARE = 1.1  # more is beyond what a ceiling's own noise explains
 BLOCK_BYTES = 368_640  # of the default model's pool: 16 tokens, 30 layers, float16
 
 
@@ -38,14 +40,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     ceilings = bench.Ceilings(clock.now)
     for line in header(ceilings, args.threads):
         print(line, flush=True)
+    highest = 0.0
     for timing in bench.measure(op_cases(args.threads), ceilings, clock.now, args.repeats):
         print(line_of(timing), flush=True)
+        highest = max(highest, timing.share)
     try:
         steps = step_cases(args.threads)
         for timing in bench.measure(steps, ceilings, clock.now, args.repeats):
             print(line_of(timing), flush=True)
+            highest = max(highest, timing.share)
     except ModelError as error:
         print(f"No whole steps: {error}")
+    if why := doubt(ceilings, args.threads, highest):
+        print(why, file=sys.stderr)
 
 
 def op_cases(num_threads: int) -> Iterator[bench.Case]:
@@ -70,6 +77,18 @@ def header(ceilings: bench.Ceilings, num_threads: int) -> Iterable[str]:
         yield f"Ceilings of {threads} thread(s): from registers {peaks}; reading memory {memory:.1f} GB/s"
     yield "cold: weights, keys and values come from memory, and only they are counted; warm: as the last call left it"
     yield _line(COLUMNS)
+
+
+def doubt(ceilings: bench.Ceilings, num_threads: int, highest: float) -> str:
+    """Why the figures are not to be trusted: other programs took part of the machine. "" if nothing shows it.
+
+    :param highest: the highest share of a ceiling that an op had.
+    """
+    slower = [kind for kind in bench.KINDS if ceilings.gops(kind, num_threads) < ceilings.gops(kind, 1)]
+    signs = [f"{num_threads} threads did less {kind} than one" for kind in slower]
+    if highest > MAX_SHARE:
+        signs.append(f"a share of {100 * highest:.0f} % is above its ceiling")
+    return f"Warning: {'; '.join(signs)}. The machine was busy: run this again on an idle one." if signs else ""
 
 
 def line_of(timing: bench.Timing) -> str:

@@ -18,7 +18,11 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/openapi.json"})
 """What anyone may see. All other paths, known or not, need a key where one is asked for."""
 EXPOSED_HEADERS = (
     *("x-request-id", "retry-after"),
-    *(f"x-ratelimit-{kind}-{what}" for kind in ("limit", "remaining", "reset") for what in ("requests", "tokens")),
+    *(
+        f"x-ratelimit-{kind}-{what}"
+        for kind in ("limit", "remaining", "reset")
+        for what in ("requests", "tokens", "concurrent")
+    ),
 )
 _ID = re.compile(r"[A-Za-z0-9._:@+=/-]{1,128}")
 

@@ -4,7 +4,7 @@ A reader asks a `Fields` for each field with its type and bounds. Given a `Schem
 field absent, and what it asked for is written down. So the description cannot differ from what is checked.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -57,6 +57,13 @@ class SchemaFields(Fields):
         self._properties[name] = nested
         return nested if self._inside in (name, None) else None
 
+    def add(self, read: Read, but_for: Collection[str]) -> None:
+        """What `read` asks for, as optional, without some."""
+        apart = SchemaFields(inside=self._inside)
+        with suppress(ApiError):
+            read(apart)
+        self._properties |= {name: found for name, found in apart._properties.items() if name not in but_for}
+
     @property
     def objects(self) -> list[str]:
         """Fields that are objects."""
@@ -88,6 +95,16 @@ def request_schema(reads: Sequence[Read], refused: Mapping[str, Sequence[Any]] |
     for name in whole.objects:
         whole.take(name, _asked(reads, name))
     return whole.schema(refused)
+
+
+def but_for(read: Read, names: Collection[str]) -> Read:
+    """A reader of what `read` may take, without these fields, and of none that it needs. For descriptions only."""
+
+    def rest(fields: Fields) -> None:
+        assert isinstance(fields, SchemaFields)
+        fields.add(read, names)
+
+    return rest
 
 
 def _asked(reads: Sequence[Read], inside: str) -> SchemaFields:

@@ -78,7 +78,7 @@ class Caller:
         _refuse_short(self.key, self.allowance)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """`x-ratelimit-*`, as OpenAI has them."""
+        """`x-ratelimit-*`, as OpenAI has them; and of requests at once, where that limit is reached."""
         key, now = self.key, self.allowance
         if key is None or now is None:
             return []
@@ -90,6 +90,9 @@ class Caller:
         for name, limit, left, full_s in rows:
             if limit:
                 out |= {f"limit-{name}": str(limit), f"remaining-{name}": str(left), f"reset-{name}": _span(full_s)}
+        if now.short == "concurrent" and now.wait_s is not None:
+            limit, wait = str(key.max_concurrent), _span(now.wait_s)
+            out |= {"limit-concurrent": limit, "remaining-concurrent": "0", "reset-concurrent": wait}
         return [(f"x-ratelimit-{name}".encode(), value.encode()) for name, value in out.items()]
 
 

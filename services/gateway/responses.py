@@ -8,6 +8,7 @@ from typing import Any
 from services.gateway.chat_wire import ChatWire
 from services.gateway.endpoints import ChatEndpoint, Prepared
 from services.gateway.errors import ApiError, bad_field
+from services.gateway.field_schema import but_for
 from services.gateway.fields import Fields
 from services.gateway.messages import ChatMessage
 from services.gateway.params import check_model, same_json
@@ -105,6 +106,7 @@ class ResponsesEndpoint(ChatEndpoint):
     id_prefix = "resp"
 
     def read_all(self, fields: Fields) -> None:
+        but_for(super().read_all, _OWN | REFUSED.keys())(fields)  # what is passed on to chat completions
         check_model(fields, self._parts.model_name)
         _read(fields)
 

@@ -8,12 +8,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.gateway.body import OFFLOAD_BYTES, ClientDisconnect, HeldBody, read_json
+from services.gateway.chat import read_options
 from services.gateway.endpoints import Parts
 from services.gateway.errors import ApiError, bad_field, error_response
 from services.gateway.fields import Fields, checked_text
 from services.gateway.messages import MESSAGES_SCHEMA
 from services.gateway.params import check_model, unknown_model
 from services.gateway.prepare import live_limits
+from services.gateway.tools import read_tools
 from shared.version import VERSION
 
 
@@ -95,6 +97,8 @@ class SmallEndpoints:
         if special is not None and type(special) is not bool:
             raise bad_field("add_special_tokens", "add_special_tokens must be true or false.")
         messages = fields.get("messages", MESSAGES_SCHEMA)
+        read_options(fields)  # checked beside a prompt too, where they change nothing
+        read_tools(fields)
         if (prompt is None) == (messages is None):
             raise bad_field("messages", "Either prompt or messages must be given.")
         if prompt is not None:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kernels.bench import Ceilings
 from kernels.decoder import is_available
 from kernels.ops import body_name
-from services.engine.bench import COLUMNS, WIDTHS
+from services.engine.bench import COLUMNS, WIDTHS, doubt
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -21,6 +22,28 @@ def cells(line: str) -> dict[str, str]:
         found[name] = line[at : at + width].strip()
         at += width + 1
     return found
+
+
+class SomeCeilings(Ceilings):
+    """Of one thread 10 GOP/s; of two as it is told."""
+
+    def __init__(self, of_two: float) -> None:
+        self.gops = lambda kind, num_threads: 10.0 if num_threads == 1 else of_two
+
+
+@pytest.mark.parametrize(
+    ("of_two", "highest", "said"),
+    [
+        (19.0, 1.05, ""),
+        (19.0, 1.3, "a share of 130 % is above its ceiling"),
+        (9.0, 0.8, "2 threads did less float32 than one"),
+    ],
+)
+def test_a_busy_machine_is_noticed(of_two: float, highest: float, said: str):
+    """By what cannot be: an op above its ceiling, or two threads that do less than one."""
+    warning = doubt(SomeCeilings(of_two), 2, highest)
+    assert said in warning
+    assert bool(warning) == bool(said)
 
 
 @pytest.mark.skipif(not is_available(), reason="the extension is not built")

@@ -86,6 +86,7 @@ def test_detach_status_and_down(baton: Command):
     assert code == 0
     assert all(name in out for name in names)
     assert "done 7" in out
+    assert all(f"{s.url}/metrics\n" in out for s in baton.state().services if s.url)
 
     code, out = baton.up()
     assert (code, out.count("\n")) == (1, 1)

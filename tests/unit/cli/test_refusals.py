@@ -47,6 +47,7 @@ def test_a_busy_port(baton: Say):
     ("arguments", "message"),
     [
         (("--model", "/no/such/model.gguf"), "baton: model /no/such/model.gguf: no such file or folder"),
+        (("--model", "gpt2"), "baton: model gpt2: no such file or folder; a hub id is owner/name"),
         (("--config", "/no/such.toml"), "baton: configuration file /no/such.toml: No such file or directory"),
         (("--transport", "pigeon"), "baton: --transport: Invalid enum value 'pigeon'"),
         (("--quantize", "int3"), "baton: --quantize: Invalid enum value 'int3'"),

@@ -102,6 +102,27 @@ def test_every_reader_reads_to_its_end():
     assert {"max_tokens", "temperature", "stop", "stream_options", "ignore_eos", "seed"} <= names
 
 
+@pytest.mark.parametrize(
+    ("path", "names", "others"),
+    [
+        (
+            "/tokenize",
+            "tools tool_choice add_generation_prompt continue_final_message chat_template_kwargs messages prompt",
+            "temperature",
+        ),
+        ("/v1/responses", "input text top_k min_p seed stop logit_bias max_output_tokens", "messages stream_options"),
+    ],
+)
+async def test_what_is_passed_on_to_a_chat_is_described(gateway: Gateway, path: str, names: str, others: str):
+    """All that is taken, and nothing that is not."""
+    async with gateway.client() as client:
+        found = (await client.get("/openapi.json")).json()
+    body = found["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert set(names.split()) <= set(body["properties"])
+    assert not set(others.split()) & set(body["properties"])
+    assert body["required"] == (["input"] if path == "/v1/responses" else [])
+
+
 BOUNDS = [
     ("/v1/completions", {"prompt": "hi"}, ("max_tokens", "temperature", "top_p", "top_k", "seed")),
     ("/v1/responses", {"input": "hi"}, ("max_output_tokens", "temperature", "top_p")),
