@@ -235,6 +235,17 @@ async def test_an_answer_says_what_is_left(edge: Guarded):
     assert (headers["x-ratelimit-remaining-tokens"], headers["x-ratelimit-reset-tokens"]) == ("900", "250ms")
 
 
+async def test_too_many_at_once_says_so_in_headers(edge: Guarded):
+    """A key with no other limit too."""
+    good = edge.keys.add("0" * 12, "acme", max_concurrent=2)
+    edge.limits.enter_with = replace(FREE, short="concurrent", wait_s=1.0)
+    async with edge.client() as client:
+        response = await complete(client, good)
+    assert response.status_code == 429
+    found = [response.headers[f"x-ratelimit-{kind}-concurrent"] for kind in ("limit", "remaining", "reset")]
+    assert found == ["2", "0", "1s"]
+
+
 async def test_a_reached_limit_is_429_with_a_time(edge: Guarded):
     """Before any work; and what limit it is."""
     good = edge.keys.add("0" * 12, "acme", requests_per_minute=10)
