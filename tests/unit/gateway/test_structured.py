@@ -1,5 +1,6 @@
 """Structured output at the gateway: what is asked of the workers, and what is refused, with the reason."""
 
+import json
 from typing import Any
 
 import anyio
@@ -85,7 +86,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": {"type": "rabbit"}}, "guided_json", "cannot be compiled"),
     ({"guided_json": "{"}, "guided_json", "not JSON"),
     ({"guided_json": 5}, "guided_json", "must be a JSON schema"),
-    ({"guided_json": _deep(300)}, "guided_json", "recursion"),
+    ({"guided_json": json.dumps(_deep(300))}, "guided_json", "nested too deeply"),
     ({"guided_json": {"enum": ["x" * 70_000]}}, "guided_json", "larger than"),
     ({"guided_regex": "(a"}, "guided_regex", "cannot be compiled"),
     ({"guided_regex": "(?=a)b"}, "guided_regex", "cannot be compiled"),
