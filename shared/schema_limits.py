@@ -1,6 +1,6 @@
 """JSON schemas that llguidance accepts and does not hold to: they are refused, since an answer would break them."""
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from shared.errors import GrammarError
 
@@ -53,7 +53,7 @@ def _is_idle(schema: dict[str, Any], most: Any) -> bool:
     return closed and isinstance(named, dict) and _is_number(most) and most >= len(named)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
