@@ -157,13 +157,7 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] | None = Non
     :param environ: in place of the process's environment (tests).
     :raises ConfigError: unreadable file, unknown section or field, wrong type, value out of range.
     """
-    env = dict(os.environ if environ is None else environ)
-    chosen = path or env.get(FILE_VARIABLE)
-    raw = _read_toml(Path(chosen)) if chosen else {}
-    variables: dict[str, str] = {}  # where a value came from, by its path as an error of msgspec names it
-    for name, value in sorted(env.items()):
-        if name.startswith(PREFIX) and name != FILE_VARIABLE:
-            variables[_overlay(raw, name, value)] = name
+    raw, variables = _read(path, environ)
     try:
         settings = msgspec.convert(raw, Settings, strict=False)
     except msgspec.ValidationError as exc:
@@ -173,6 +167,15 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] | None = Non
         raise ConfigError(f"{where}: {exc}") from None
     _check(settings)
     return settings
+
+
+def names_redis(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the configuration names a Redis, so that it is not merely the default's.
+
+    :raises ConfigError: as `load`.
+    """
+    section = _read(None, environ)[0].get("redis")
+    return isinstance(section, dict) and "url" in section
 
 
 def to_environ(settings: Settings) -> dict[str, str]:
@@ -185,6 +188,19 @@ def to_environ(settings: Settings) -> dict[str, str]:
         for field, inner in value.items():
             out[f"{PREFIX}{section.upper()}_{field.upper()}"] = _text(inner)
     return out
+
+
+def _read(path: str | Path | None, environ: Mapping[str, str] | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """What was given, unchecked; and the variable of each value from the environment, by the path as an error of
+    msgspec names it."""
+    env = dict(os.environ if environ is None else environ)
+    chosen = path or env.get(FILE_VARIABLE)
+    raw = _read_toml(Path(chosen)) if chosen else {}
+    variables: dict[str, str] = {}
+    for name, value in sorted(env.items()):
+        if name.startswith(PREFIX) and name != FILE_VARIABLE:
+            variables[_overlay(raw, name, value)] = name
+    return raw, variables
 
 
 def _text(value: Any) -> str:

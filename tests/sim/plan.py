@@ -74,6 +74,7 @@ def draw(
     pace: float = 0,
     leavers: float = 0.1,
     queued: float = 0.15,
+    crowd: float | None = None,
 ) -> Plan:
     """The plan of a seed.
 
@@ -82,10 +83,11 @@ def draw(
     :param pace: how long steps take, 1 to 10: slow ones give the faults time to meet requests. 0 = the seed's choice.
     :param leavers: part of the clients that leave early.
     :param queued: part of the clients that come through the Redis queue.
+    :param crowd: how many times closer together clients come; None = `CROWD` if they are `MANY`.
     """
     rng = Random(f"plan {seed}")
     pace = pace or rng.choice((1, 1, 3, 10))
-    crowd = CROWD if num_requests >= MANY else 1.0
+    crowd = crowd or (CROWD if num_requests >= MANY else 1.0)
     rate = crowd * rng.choice((60.0, 120.0, 200.0)) / pace**0.5
     asks = tuple(draw_asks(rng, num_requests, rate, leavers, talkative=rng.random() < 0.25, queued=queued))
     num_prefill, num_decode = rng.choice(((2, 2), (1, 2), (2, 1), (3, 2), (1, 1), (0, 2)))

@@ -46,8 +46,8 @@ def run_seed(job: Job) -> Report:
 
 
 def run_cancels(job: Job) -> Report:
-    """Every client leaves, at whatever moment; nothing else goes wrong."""
-    return run(draw(job.seed, job.num_requests, kinds=(), pace=10, leavers=1.0, queued=0.0)).short()
+    """Every client leaves, at whatever moment; nothing else goes wrong. In a crowd most would leave unserved."""
+    return run(draw(job.seed, job.num_requests, kinds=(), pace=10, leavers=1.0, queued=0.0, crowd=1.0)).short()
 
 
 @dataclass(frozen=True)

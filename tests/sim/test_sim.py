@@ -53,6 +53,7 @@ def test_every_kind_of_fault_occurred(reports: dict[int, Report]) -> None:
         assert counts[kind] >= 3, f"{kind} came {counts[kind]} times in {SEEDS} seeds"
 
 
+@pytest.mark.full
 def test_ten_thousand_cancels_give_everything_back() -> None:
     """Clients leave while their request waits, computes, hands over or decodes: within a second of the last one all
     blocks, all credit and all leases are back at their initial count."""

@@ -107,3 +107,29 @@ def test_the_running_stacks_redis_is_the_one(
     assert "1 dead" in run("ls", "--port", "8123")
     with pytest.raises(CommandError, match="8124"):
         run("ls", "--port", "8124")
+
+
+def test_without_a_stack_no_foreign_redis_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What listens at the default address may be anybody's."""
+    monkeypatch.setattr(rundir, "base_folder", lambda: tmp_path)
+    monkeypatch.delenv("BATON_REDIS_URL", raising=False)
+    monkeypatch.delenv("BATON_CONFIG", raising=False)
+    with pytest.raises(CommandError, match=r"nothing runs on port 8000; './baton up' starts it.*--redis-url"):
+        run("ls")
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_without_a_stack_the_configured_redis_is_the_one(
+    client: "redis.Redis[str]", redis_url: str, by_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container, where the environment names it."""
+    monkeypatch.setattr(rundir, "base_folder", lambda: tmp_path)
+    monkeypatch.delenv("BATON_REDIS_URL", raising=False)
+    if by_file:
+        file = tmp_path / "baton.toml"
+        file.write_text(f'[redis]\nurl = "{redis_url}"\n')
+        monkeypatch.setenv("BATON_CONFIG", str(file))
+    else:
+        monkeypatch.setenv("BATON_REDIS_URL", redis_url)
+    bury(client, "one")
+    assert "1 dead" in run("ls")
