@@ -10,9 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+import tokenizers
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from shared.errors import GrammarError
+from shared.schema_limits import check_schema
 from shared.tokenizer import Tokenizer
 
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
@@ -27,7 +29,11 @@ _MAX_REASON = 300  # characters of llguidance's explanation
 
 
 def json_body(schema: dict[str, Any] | bool) -> dict[str, Any]:
-    """`schema` with this module's options for llguidance in it."""
+    """`schema` with this module's options for llguidance in it.
+
+    :raises GrammarError: it says what llguidance would not hold to.
+    """
+    check_schema(schema)
     options = {"x-guidance": _JSON_OPTIONS}
     if isinstance(schema, dict):
         return {**schema, **options}
@@ -66,7 +72,8 @@ class Vocabulary:
             raise GrammarError("the model names no end token, so that no grammar could end")
         ends = [token for token in tokenizer.end_token_ids if token < self.vocab_size]
         try:
-            self._tokens = LLTokenizer(tokenizer.backend.to_str(), n_vocab=self.vocab_size, eos_token=ends)
+            tokens = TokenizerWrapper(SpelledTokens(tokenizer, ends, self.vocab_size))
+            self._tokens = LLTokenizer(tokens, eos_token=ends)
         except Exception as exc:  # the library raises bare ValueErrors and more
             raise GrammarError(f"the model's tokenizer cannot be used for grammars: {exc}") from None
 
@@ -79,6 +86,49 @@ class Vocabulary:
         if inner.is_error():
             raise GrammarError(_reason(inner))
         return Matcher(inner)
+
+
+class SpelledTokens:
+    """A tokenizer as llguidance's wrapper wants it. Special tokens never stand for their text: were they allowed as
+    text, they would not be shown, or would end the answer, and it would no longer be what the grammar asks."""
+
+    def __init__(self, tokenizer: Tokenizer, ends: Sequence[int], vocab_size: int) -> None:
+        backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+        backend.encode_special_tokens = True  # their text as ordinary tokens
+        self._backend = backend
+        known = {i for i in backend.get_vocab(with_added_tokens=True).values() if i < vocab_size}
+        added = backend.get_added_tokens_decoder()
+        special = known & {*ends, *(token_id for token_id, token in added.items() if token.special)}
+        self.eos_token_id = ends[0]
+        self.bos_token_id = None
+        self.special_token_ids = sorted(special)
+        self._special = special
+        self.tokens = [tokenizer.token_bytes(i) if i in known else b"" for i in range(vocab_size)]
+        self._by_bytes = {text: i for i, text in enumerate(self.tokens) if text and i not in special}
+        self._longest = max(map(len, self._by_bytes))
+
+    def __call__(self, data: bytes) -> list[int]:
+        """Tokens whose bytes are `data`, as the model would write them. Never raises: llguidance would abort."""
+        text = data.decode(errors="replace")
+        # Tokenizers that put a blank before a text do not do it behind another character.
+        for before in ("", "\x02"):
+            ids = self._backend.encode(before + text, add_special_tokens=False).ids
+            spelled = [self.tokens[i] if i < len(self.tokens) else b"" for i in ids]
+            first = next((n + 1 for n in range(len(ids)) if before and spelled[n].strip(b" ") == before.encode()), 0)
+            if b"".join(spelled[first:]) == data and self._special.isdisjoint(ids):
+                return ids[first:]
+        return self._greedy(data)
+
+    def _greedy(self, data: bytes) -> list[int]:
+        """The longest token first; bytes that no token has are left out."""
+        ids, at = [], 0
+        while at < len(data):
+            sizes = range(min(self._longest, len(data) - at), 0, -1)
+            size = next((n for n in sizes if data[at : at + n] in self._by_bytes), 0)
+            if size:
+                ids.append(self._by_bytes[data[at : at + size]])
+            at += size or 1
+        return ids
 
 
 class Matcher:

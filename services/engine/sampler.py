@@ -11,13 +11,16 @@ import numpy.typing as npt
 import torch
 
 from kernels.sampling import adjust_logits, draw_tokens, mask_logits, tell_logprobs
-from services.engine.adjustments import adjustments, is_adjusted
+from services.engine.adjustments import adjustments, bounded, is_adjusted
 from services.engine.types import SampleSpec
 from shared.errors import ModelError
 from shared.messages import TokenLogprobs
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
+LEAST_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
+"""What lies beyond counts as these: float32 has no room for it, and one request must not fail a step of many."""
+
 
 Floats = npt.NDArray[np.float64]
 
@@ -42,6 +45,8 @@ def sample(
     allowed: AllowedTokens | None = None,
 ) -> Choice:
     """One token per row. Temperature 0 is the best-ranked token. May change `logits`.
+
+    What `specs` ask for cannot fail: extreme values are bounded.
 
     In this order: the allowed tokens, biases and the wait for min_tokens, penalties, temperature, min-p, top-k, top-p.
     Log-probabilities are those of the logits as they came.
@@ -81,7 +86,7 @@ def token_logprobs(
 
     :raises ModelError: a row's best logit is not finite.
     """
-    counts = np.array([min(count, values.shape[1]) for count in num_top], np.int64)
+    counts = np.array([min(max(count, 0), values.shape[1]) for count in num_top], np.int64)
     told = tell_logprobs(values, rows, tokens, counts, num_threads)
     if np.isnan(told.logprobs).any():
         raise ModelError("the model's logits are not finite")
@@ -125,6 +130,10 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
+def _top_k(asked: int, vocab: int) -> int:
+    return min(asked, vocab) if asked > 0 else vocab
+
+
 def _draw(values: npt.NDArray[np.float32], specs: Sequence[SampleSpec], num_threads: int) -> npt.NDArray[np.int64]:
     """Sampled rows only. values [num_rows, vocab].
 
@@ -133,10 +142,10 @@ def _draw(values: npt.NDArray[np.float32], specs: Sequence[SampleSpec], num_thre
     count, vocab = values.shape
     tokens = draw_tokens(
         values,
-        np.fromiter((spec.sampling.temperature for spec in specs), np.float32, count),
-        np.fromiter((min(spec.sampling.top_k or vocab, vocab) for spec in specs), np.int64, count),
+        bounded((spec.sampling.temperature for spec in specs), count, LEAST_TEMPERATURE, MAX_TEMPERATURE, off=1.0),
+        np.fromiter((_top_k(spec.sampling.top_k, vocab) for spec in specs), np.int64, count),
         np.fromiter((spec.sampling.top_p for spec in specs), np.float64, count),
-        np.fromiter((spec.sampling.min_p for spec in specs), np.float32, count),
+        bounded((spec.sampling.min_p for spec in specs), count, 0.0, 1.0),
         uniform(specs),
         num_threads,
     )

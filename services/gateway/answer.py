@@ -46,6 +46,7 @@ class AnswerShape:
     begins_thinking: bool = False  # the prompt ends inside the reasoning
     tools: ToolFormat | None = None
     names: Collection[str] = ()
+    parallel: bool = True  # else only the first call is shown
 
     @property
     def is_plain(self) -> bool:
@@ -57,7 +58,7 @@ class AnswerParser:
 
     def __init__(self, shape: AnswerShape) -> None:
         self._reasoning = _ReasoningParser(begins_thinking=shape.begins_thinking) if shape.reasoning else None
-        self._tools = None if shape.tools is None else _ToolParser(shape.tools, shape.names)
+        self._tools = None if shape.tools is None else _ToolParser(shape.tools, shape.names, shape.parallel)
         self.num_calls = 0
         self.num_reasoning_tokens = 0
 
@@ -138,8 +139,9 @@ class _ReasoningParser:
 class _ToolParser:
     """Content, and calls in one format. Blanks beside calls are dropped."""
 
-    def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
+    def __init__(self, form: ToolFormat, names: Collection[str], parallel: bool) -> None:
         self._form = form
+        self._parallel = parallel
         self._names = names
         self._text = ""  # not yet shown: it may be the beginning of a call, or blanks before one
         self._seen_text = False
@@ -157,15 +159,21 @@ class _ToolParser:
             else:
                 self._text += char
                 self._look(out)
-        return _joined(out)
+        return self._kept(out)
 
     def finish(self) -> list[Piece]:
         out: list[Piece] = []
         if self._scanner is not None and not self._scanner.began:
             self._give_up(self._scanner, out)
-        if self._text and not (self._after_call and self._is_noise(self._text)):
+        if self._text and not (self._after_call and (self._is_noise(self._text) or self._is_cut_marker(self._text))):
             out.append(Content(self._text))
         self._text = ""
+        return self._kept(out)
+
+    def _kept(self, out: list[Piece]) -> list[Piece]:
+        """Without the calls that the client did not ask for."""
+        if not self._parallel:
+            out = [piece for piece in out if not isinstance(piece, CallBegan | CallPart) or piece.index == 0]
         return _joined(out)
 
     def _look(self, out: list[Piece]) -> None:
@@ -216,6 +224,10 @@ class _ToolParser:
         """Blanks, and what stands between and behind calls."""
         rest = text.strip()
         return not rest or (self._after_call and rest in (self._form.between.strip(), "]"))
+
+    def _is_cut_marker(self, text: str) -> bool:
+        """The beginning of a marker behind a call, where the answer was cut short."""
+        return any(marker.startswith(text.strip()) for marker in (self._form.end, self._form.begin))
 
     def _show(self, text: str, out: list[Piece]) -> None:
         if text:

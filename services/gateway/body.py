@@ -7,12 +7,12 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from services.gateway.errors import ApiError, bad_field, late_body, too_many_bytes
+from services.gateway.nested_json import decode_json
 from shared.clock import Clock
 from shared.offload import Offload
 
 OFFLOAD_BYTES = 128 << 10
 """Bodies beyond this are decoded, and texts tokenised, off the event loop."""
-
 
 FREE_BYTES = 64 << 10
 """Of each body: ordinary requests are served whatever the large ones hold."""
@@ -126,9 +126,7 @@ async def _read(request: Request, max_bytes: int, held: HeldBody) -> bytes:
 
 def _decode(raw: bytes) -> Any:
     try:
-        return msgspec.json.decode(raw)
-    except RecursionError:
-        raise bad_field("body", "The JSON is nested too deeply.", "invalid_json") from None
+        return decode_json(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
         raise bad_field("body", f"The body is not valid JSON: {exc}", "invalid_json") from None
 

@@ -61,6 +61,7 @@ class ChatReader:
             begins_thinking=reasoning and prompt.rstrip().endswith(THINK),
             tools=form,
             names=frozenset(tool.name for tool in tools.tools),
+            parallel=tools.parallel,
         )
         return Asked(prompt, grammar, shape)
 

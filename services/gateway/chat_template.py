@@ -63,6 +63,7 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
         self.source = source if tool_source is None else tool_source
         self.knows_tools = "tools" in self.source
+        self._takes_system = self._shows_system()
 
     def render(self, messages: Sequence[ChatMessage], options: RenderOptions | None = None) -> str:
         """The prompt, up to where the assistant's answer begins.
@@ -88,10 +89,19 @@ class ChatTemplate:
         self, messages: Sequence[ChatMessage], options: RenderOptions
     ) -> tuple[Sequence[ChatMessage], RenderOptions]:
         """For a template that knows no tools."""
-        worded = without_tools(messages, options.tools)
+        worded = without_tools(messages, options.tools, takes_system=self._takes_system)
         return worded, RenderOptions(
             (), options.add_generation_prompt, options.continue_final_message, options.variables
         )
+
+    def _shows_system(self) -> bool:
+        """Whether a system message reaches the prompt: some templates refuse them, some pass them over."""
+        try:
+            return "BATON-SYSTEM" in self._render(
+                [{"role": "system", "content": "BATON-SYSTEM"}, {"role": "user", "content": "x"}], RenderOptions()
+            )
+        except ApiError:
+            return False
 
     def _render(self, messages: Sequence[ChatMessage], options: RenderOptions) -> str:
         variables: dict[str, Any] = {**self._tokens, **options.variables}

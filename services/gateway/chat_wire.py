@@ -28,6 +28,17 @@ class ChatWire(BaseWire):
 
     def chunk(self, delta: Delta) -> bytes:
         """The finish reason has an event of its own, with an empty delta, as OpenAI sends it."""
+        return self._told(delta) + self._chunk(delta)
+
+    def _told(self, delta: Delta) -> bytes:
+        """Of the prompt, once: an event with an empty delta, before any text."""
+        if self.writer is None or delta.choice != 0 or delta.prompt_logprobs is None:
+            return b""
+        told = self.writer.prompt_of(0, delta.prompt_logprobs)
+        choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
+        return self._event(self._KIND, [choice], extra=told) if told else b""
+
+    def _chunk(self, delta: Delta) -> bytes:
         logprobs = self._logprobs(delta.logged) if delta.logged else None
         if self.shape.is_plain:
             text = {"content": delta.text}

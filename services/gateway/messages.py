@@ -6,6 +6,7 @@ import msgspec
 
 from services.gateway.errors import bad_field
 from services.gateway.fields import Fields, checked_text
+from services.gateway.nested_json import decode_json
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 128
@@ -119,8 +120,8 @@ def checked_arguments(value: Any, path: str) -> dict[str, Any]:
     """
     if isinstance(value, str):
         try:
-            value = msgspec.json.decode(checked_text(path, value) or "{}")
-        except (msgspec.MsgspecError, RecursionError):
+            value = decode_json(checked_text(path, value) or "{}")
+        except msgspec.MsgspecError:
             value = None
     if not isinstance(value, dict):
         raise bad_field(path, f"{path} must be a JSON object, as text.")

@@ -12,6 +12,8 @@ MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_STOP_TOKENS = 128
+LEAST_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 100
 _INT32 = 2**31 - 1
 LOGIT_BIAS_SCHEMA = {
     "type": "object",
@@ -67,7 +69,7 @@ def read_changes(fields: Fields, *, chat: bool, scored: bool) -> Changes:
     prompt_logprobs = fields.integer("prompt_logprobs", 0, MAX_TOP_LOGPROBS, off=False)
     if fields.boolean("echo") and logprobs is not None:
         prompt_logprobs = max(logprobs, prompt_logprobs or 0)
-    repetition = fields.number("repetition_penalty", 0, 100, above_low=True)
+    repetition = fields.number("repetition_penalty", LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
     return Changes(
         min_p=fields.number("min_p", 0, 1) or 0.0,
         presence_penalty=fields.number("presence_penalty", -2, 2) or 0.0,

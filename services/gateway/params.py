@@ -13,6 +13,10 @@ from services.gateway.structured import GrammarAsk, read_grammar
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 _INT64 = 2**63
+LEAST_TEMPERATURE = 0.01
+"""A temperature above 0 but below this counts as this, as in vLLM: the best token is all but sure there already, and
+much smaller ones are no numbers of float32."""
+
 _PRIORITIES = 1000
 _ONE_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 STOP_SCHEMA = {"anyOf": [_ONE_STOP, {"type": "array", "items": _ONE_STOP, "maxItems": MAX_STOPS}]}
@@ -66,7 +70,7 @@ class Params:
     """What a client asked for, checked; the model's limits are not applied yet."""
 
     max_tokens: int | None  # 0: only the prompt is asked about
-    temperature: float
+    temperature: float  # 0, or LEAST_TEMPERATURE at least
     top_p: float
     top_k: int
     seed: int | None
@@ -113,7 +117,7 @@ def read_params(fields: Fields, *, chat: bool) -> Params:
     stop = _stop(fields)
     return Params(
         max_tokens=max_tokens,
-        temperature=1.0 if temperature is None else temperature,
+        temperature=_temperature(temperature),
         top_p=1.0 if top_p is None else top_p,
         top_k=max(top_k or 0, 0),
         seed=None if seed is None else seed % _INT64,
@@ -140,6 +144,12 @@ def check_model(fields: Fields, served: str) -> None:
 
 def unknown_model(name: str) -> ApiError:
     return ApiError(404, f"The model {name[:200]!r} does not exist.", param="model", code="model_not_found")
+
+
+def _temperature(asked: float | None) -> float:
+    if asked is None:
+        return 1.0
+    return max(asked, LEAST_TEMPERATURE) if asked > 0 else 0.0
 
 
 def _stop(fields: Fields) -> tuple[str, ...]:

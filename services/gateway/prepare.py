@@ -20,6 +20,7 @@ from shared.randomness import Randomness
 from shared.tokenizer import Tokenizer
 
 _OFFLOAD_TOKENS = 16_384  # more are hashed off the event loop
+MAX_PROMPT_LOGPROBS = 100_000  # entries of an answer; about 70 bytes of JSON each
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +105,12 @@ class Preparer:
 
         :param grammar: as `GrammarChecker.check` gave it.
         :param randomness: where seeds come from that the client left out; None: anywhere.
-        :raises ApiError: 400, prompt and `max_tokens` do not fit together.
+        :raises ApiError: 400, prompt and `max_tokens` do not fit together, or too much is asked about the prompts.
         """
         changes = params.changes
         ends = () if params.ignore_eos else self._tokenizer.end_token_ids
         self._check_ids(changes)
+        _check_told([len(prompt.token_ids) for prompt in prompts], params)
         out: list[GenerateRequest] = []
         for i, prompt in enumerate(prompts):
             seed = (randomness or self._randomness).integer() if params.seed is None else params.seed
@@ -157,7 +159,7 @@ class Preparer:
 
     def _one(self, prompt: Prompt, limits: Limits, param: str, special: bool) -> PromptTokens:
         if isinstance(prompt, str):
-            self._refuse_hopeless(prompt, limits, param)
+            self.refuse_hopeless(prompt, limits, param)
             token_ids = self._tokenizer.encode(prompt, add_special_tokens=special)
         else:
             token_ids = prompt
@@ -171,8 +173,11 @@ class Preparer:
             raise bad_field(param, message, "prompt_too_long")
         return PromptTokens(tuple(token_ids), block_hashes(self._root, token_ids, limits.block_size))
 
-    def _refuse_hopeless(self, text: str, limits: Limits, param: str) -> None:
-        """A text that cannot fit however it is tokenised is not tokenised."""
+    def refuse_hopeless(self, text: str, limits: Limits, param: str) -> None:
+        """A text that cannot fit however it is tokenised is not tokenised.
+
+        :raises ApiError: 400 that names `param`.
+        """
         longest = self._max_token_bytes
         if longest is not None and len(text) > longest * limits.max_model_len:
             raise _overflow(param, limits, f"the prompt has more than {len(text) // longest} tokens")
@@ -196,6 +201,20 @@ def _fit(num_prompt_tokens: int, max_tokens: int | None, limits: Limits, default
             "max_tokens", limits, f"the prompt has {num_prompt_tokens} and max_tokens asks for {max_tokens}"
         )
     return max_tokens
+
+
+def _check_told(lengths: Sequence[int], params: Params) -> None:
+    """:raises ApiError: 400, the prompts' log-probabilities would make an answer too large to be written at once."""
+    top = params.changes.prompt_logprobs
+    if top is None:
+        return
+    count = params.n * sum(lengths) * (top + 1)
+    if count > MAX_PROMPT_LOGPROBS:
+        message = (
+            f"Log-probabilities of prompts (prompt_logprobs, or echo with logprobs): n times all prompts' tokens times "
+            f"one more than the top ones asked for may be at most {MAX_PROMPT_LOGPROBS}; here it is {count}."
+        )
+        raise bad_field("prompt_logprobs", message, "too_many_logprobs")
 
 
 def _overflow(param: str, limits: Limits, what: str) -> ApiError:

@@ -49,6 +49,7 @@ class SmallEndpoints:
         return await self._answer(request, self._tokenize)
 
     async def detokenize(self, request: Request) -> Response:
+        """As vLLM's: text of token ids, special tokens among them."""
         return await self._answer(request, self._detokenize)
 
     async def _answer(self, request: Request, answer: Callable[[Fields], Awaitable[dict[str, Any]]]) -> Response:
@@ -76,6 +77,8 @@ class SmallEndpoints:
         text, special = self.read_tokenize(fields)
         with_text = fields.boolean("return_token_strs")
         limits = await live_limits(self._parts.services.port)
+        param = "messages" if fields.get("prompt") is None else "prompt"
+        self._parts.preparer.refuse_hopeless(text, limits, param)
         if len(text) > OFFLOAD_BYTES // 8:
             token_ids, names = await self._parts.offload.run(self._encode, text, special, with_text)
         else:
@@ -107,7 +110,7 @@ class SmallEndpoints:
 
     async def _detokenize(self, fields: Fields) -> dict[str, Any]:
         token_ids = self.read_detokenize(fields)
-        text = await self._parts.offload.run(self._tokenizer.decode, token_ids)
+        text = await self._parts.offload.run(self._text, token_ids)
         return {"prompt": text}
 
     def read_detokenize(self, fields: Fields) -> list[int]:
@@ -118,6 +121,9 @@ class SmallEndpoints:
         if not isinstance(tokens, list) or any(type(i) is not int or not 0 <= i <= last for i in tokens):
             raise bad_field("tokens", f"tokens must be a list of token ids between 0 and {last}.")
         return tokens
+
+    def _text(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _encode(self, text: str, special: bool, with_text: bool) -> tuple[list[int], list[str | None] | None]:
         """Token ids, and their names if they are wanted."""

@@ -8,6 +8,7 @@ import msgspec
 
 from services.gateway.errors import ApiError, bad_field
 from services.gateway.fields import Fields, checked_text
+from services.gateway.nested_json import decode_json
 from shared.grammar import GrammarKind
 
 MAX_CHOICES = 4096
@@ -96,8 +97,8 @@ def _json(value: Any, path: str) -> str:
     if not isinstance(value, str):
         return schema_text(value, path)
     try:
-        return schema_text(msgspec.json.decode(checked_text(path, value)), path)
-    except (msgspec.MsgspecError, RecursionError) as exc:
+        return schema_text(decode_json(checked_text(path, value)), path)
+    except msgspec.MsgspecError as exc:
         raise _not_json(path, exc) from None
 
 

@@ -9,8 +9,10 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
+from services.gateway.errors import bad_field
 from services.gateway.structured import GrammarAsk
 from services.gateway.tools import ToolAsk
+from shared.errors import GrammarError
 from shared.grammar import json_body
 from shared.tokenizer import Tokenizer
 
@@ -52,8 +54,14 @@ def choose_format(configured: str, template: str) -> ToolFormat:
 
 
 def forced_grammar(form: ToolFormat, ask: ToolAsk, tokenizer: Tokenizer) -> GrammarAsk:
-    """A grammar of one call or more to `ask.forced`, and nothing else."""
-    calls = [_call_rule(i, tool.name, tool.parameters, form.arguments) for i, tool in enumerate(ask.forced)]
+    """A grammar of one call or more to `ask.forced`, and nothing else.
+
+    :raises ApiError: 400, a tool's parameters are a schema that grammars would not hold to.
+    """
+    try:
+        calls = [_call_rule(i, tool.name, tool.parameters, form.arguments) for i, tool in enumerate(ask.forced)]
+    except GrammarError as exc:
+        raise bad_field("tools", f"tools cannot be compiled: {exc}", "invalid_grammar") from None
     one = "call"
     if form.end:
         one = f'{_marker(form.begin, tokenizer)} "\\n" call "\\n" {_marker(form.end, tokenizer)}'

@@ -1,7 +1,8 @@
 """Tools in words, for models whose chat template does not know them (SmolLM2's, for one).
 
 The wording is the form that Hermes and Qwen models were trained on: the functions in `<tools>`, calls in `<tool_call>`,
-results in `<tool_response>`. It goes in front of the system message, or of the first message where there is none.
+results in `<tool_response>`, all results of a turn in one message. The functions end the system message; where there is
+none they are one, or begin the first message if the template has no system messages (Gemma's, for one).
 """
 
 import json
@@ -24,15 +25,25 @@ For each function call, answer with a JSON object with its name and arguments wi
 </tool_call>"""
 
 
-def without_tools(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
+def without_tools(
+    messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], *, takes_system: bool = True
+) -> list[ChatMessage]:
     """The same conversation in plain messages."""
-    out = [_worded(message) for message in messages]
+    out: list[ChatMessage] = []
+    for before, message in zip((None, *messages), messages, strict=False):
+        worded = _worded(message)
+        if before is not None and before["role"] == message["role"] == "tool":
+            out[-1] = out[-1] | {"content": f"{out[-1]['content']}\n{worded['content']}"}
+        else:
+            out.append(worded)
     if not tools:
         return out
     text = _HEAD + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools) + _TAIL
     if out[0]["role"] in ("system", "developer"):
         out[0] = out[0] | {"content": f"{out[0]['content']}\n\n{text}" if out[0]["content"] else text}
         return out
+    if not takes_system:
+        return [out[0] | {"content": f"{text}\n\n{out[0]['content']}"}, *out[1:]]
     return [{"role": "system", "content": text}, *out]
 
 

@@ -1,6 +1,6 @@
 """The JSON of OpenAI's responses. Completions here, chats in `chat_wire.py`; both give bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -57,8 +57,15 @@ class BaseWire:
     def error(self, error: ApiError) -> bytes:
         return sse(error.body())
 
-    def _event(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-        value = {**self._head, "object": kind, "choices": choices}
+    def _event(
+        self,
+        kind: str,
+        choices: list[dict[str, Any]],
+        usage: dict[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        """:param extra: fields beside `choices`."""
+        value = {**self._head, "object": kind, "choices": choices, **(extra or {})}
         if self._include_usage:
             value["usage"] = usage
         return sse(value)

@@ -53,9 +53,9 @@ class Tokenizer:
         batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(batch[0].ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of all the ids, special tokens left out."""
-        return self.backend.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of all the ids."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def special_id(self, text: str) -> int | None:
         """The id of the special token that is written so; None: there is none."""

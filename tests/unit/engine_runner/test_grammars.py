@@ -2,17 +2,20 @@
 
 import json
 import random
+import re
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
+import tokenizers
 
 from services.engine.grammars import Grammars
 from services.engine.sampler import AllowedTokens
 from services.engine.types import SampleSpec, SeqId
 from shared.errors import GrammarError
-from shared.grammar import Vocabulary, json_grammar, to_grammar
+from shared.grammar import SpelledTokens, Vocabulary, json_grammar, to_grammar
 from shared.messages import SamplingParams
 from shared.model_path import resolve
 from shared.offload import InlineOffload
@@ -69,6 +72,53 @@ def walk(grammars: Grammars, grammar: str, tokenizer: Tokenizer, seed: int) -> l
         output.append(rng.choice(allowed_ids(masks(grammars, (f"w{seed}", spec(grammar, output)))[0])))
         assert len(output) < 400
     return output
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("choice", '["<|im_start|>x"]'),
+        ("choice", '["<|im_end|>"]'),
+        ("json_schema", '{"const": "a<|im_start|>b<|endoftext|>"}'),
+        ("regex", r"a<\|im_(start|end)\|>[<|>a-z_]{3}"),
+    ],
+)
+def test_the_text_of_a_special_token_is_spelled_by_ordinary_tokens(
+    vocabulary: Vocabulary, tokenizer: Tokenizer, kind: Any, text: str
+):
+    """The token itself would not be shown, or would end the answer: only a true end allows it."""
+    rng = random.Random(3)
+    for _ in range(5):
+        matcher, output = vocabulary.matcher(to_grammar(kind, text)), []
+        while not matcher.is_over:
+            row = np.zeros(-(-vocabulary.vocab_size // 32), np.uint32)
+            matcher.fill(row)
+            ids = [i for i in allowed_ids(row) if i not in tokenizer.end_token_ids or not matcher.accepts]
+            assert not [i for i in ids if tokenizer.special_id(tokenizer.token_bytes(i).decode(errors="replace"))]
+            output.append(rng.choice(ids))
+            matcher.advance(output[-1:])
+        shown = tokenizer.decode(output)
+        if kind == "regex":
+            assert re.fullmatch(text, shown)
+        else:
+            value = json.loads(text)
+            assert shown == (value[0] if kind == "choice" else json.dumps(value["const"]))
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_bytes_that_a_grammar_forces_become_tokens_of_just_these_bytes(tokenizer: Tokenizer, prefix: bool):
+    """Also where the tokenizer puts a blank before its text, and in the middle of a character."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    if prefix:
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)  # pyright: ignore[reportAttributeAccessIssue]
+    tokens = SpelledTokens(replace(tokenizer, backend=backend), tokenizer.end_token_ids, tokenizer.vocab_size)
+    for text in ("", "hello world", " x", "<|im_end|>", "é漢", "\x02a", '{"name": "'):
+        for data in (text.encode(), text.encode()[1:], text.encode()[:-1]):
+            ids = tokens(data)
+            assert b"".join(tokens.tokens[i] for i in ids) == data
+            assert not set(ids) & set(tokens.special_token_ids)
+            assert len(ids) <= max(1, len(data))
+    assert tokens(b"hello world") == tokenizer.encode("hello world", add_special_tokens=False)
 
 
 def test_a_random_walk_through_the_masks_is_valid_json(grammars: Grammars, tokenizer: Tokenizer):

@@ -120,6 +120,39 @@ def test_neighbours_change_nothing() -> None:
         assert list(alone.logprobs or [None]) == [together.logprobs[i]]
 
 
+POISON: list[dict[str, Any]] = [
+    {name: value}
+    for name in ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_p")
+    for value in (1e-300, 1e-40, 1e300, -1e300, float("inf"), float("-inf"), float("nan"), 0.0)
+] + [
+    {"logit_bias": ((3, 1e300), (-7, 1.0), (9, float("nan")))},
+    {"logit_bias": tuple((token, -1e300) for token in range(VOCAB))},
+    {"stop_token_ids": (-1, VOCAB), "min_tokens": 99},
+    {"top_k": -5},
+    {"top_p": 1e-300},
+    {"top_p": 0.0},
+    {"top_p": float("nan")},
+    {"logprobs": -3},
+]
+
+
+@pytest.mark.parametrize("body", ["compiled", "reference"])
+@pytest.mark.parametrize("poison", POISON, ids=str)
+def test_no_parameter_fails_the_rows_beside_it(
+    monkeypatch: pytest.MonkeyPatch, poison: dict[str, Any], body: str
+) -> None:
+    """Whatever a request asks for, greedy or drawn, it gets a token, and its neighbour the same as without it."""
+    if body == "reference":
+        monkeypatch.setattr(sampling, "extension", lambda: None)
+    innocent = spec(1, repetition_penalty=1.2, logprobs=2)
+    logits = some_logits().expand(3, -1)
+    alone = sample(logits[:1].clone(), [innocent])
+    together = sample(logits.clone(), [spec(2, **poison), innocent, spec(3, **({"temperature": 0.0} | poison))])
+    assert together.tokens[1] == alone.tokens[0]
+    assert together.logprobs[1] == alone.logprobs[0]
+    assert all(0 <= token < VOCAB for token in together.tokens)
+
+
 def test_logprobs_are_the_models_own() -> None:
     """As log_softmax of the logits before any parameter; rank and best tokens as sorted."""
     logits = torch.randn(6, 5003, generator=torch.Generator().manual_seed(1)) * 3

@@ -117,6 +117,36 @@ def test_calls_are_found_without_markers_that_are_special_tokens(form: str, text
         check(other, bare, [Content(other)]) if len(other) > 1 else None
 
 
+@pytest.mark.parametrize(
+    ("form", "call", "rest"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "\n</tool_call>\n<tool_call>"),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}', "]"),
+    ],
+)
+def test_an_answer_cut_in_a_marker_behind_a_call_shows_none_of_it(form: str, call: str, rest: str):
+    """`max_tokens` may end it anywhere in there; other text is content still."""
+    shape = AnswerShape(tools=FORMATS[form], names=("f",))
+    for size in range(len(rest) + 1):
+        check(call + rest[:size], shape, [CallBegan(0, "f"), CallPart(0, "{}")])
+    assert "".join(p.text for p in parts(call + "\n</tool_box", shape, []) if isinstance(p, Content)).strip()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_without_parallel_calls_only_the_first_is_shown(form: str):
+    """Of each format, however the text was cut."""
+    written = {
+        "hermes": '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n'
+        '<tool_call>{"name": "g", "arguments": {"b": 2}}</tool_call>',
+        "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": 2}}]',
+        "llama3_json": '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {"b": 2}}',
+    }
+    first: list[Piece] = [CallBegan(0, "f"), CallPart(0, '{"a": 1}')]
+    check(written[form], AnswerShape(tools=FORMATS[form], names=("f", "g"), parallel=False), first)
+    both: list[Piece] = [*first, CallBegan(1, "g"), CallPart(1, '{"b": 2}')]
+    check(written[form], AnswerShape(tools=FORMATS[form], names=("f", "g")), both)
+
+
 def test_a_prompt_may_have_begun_the_reasoning():
     """Templates that end in `<think>`: the answer begins inside."""
     check("a b</think>c", AnswerShape(reasoning=True, begins_thinking=True), [Reasoning("a b"), Content("c")])

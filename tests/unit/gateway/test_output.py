@@ -9,6 +9,7 @@ import anyio
 import httpx
 import pytest
 
+from services.gateway.prepare import MAX_PROMPT_LOGPROBS
 from shared.messages import EpochRaised, Finished, GatewayMsg, GenerateRequest, TokenLogprobs, Tokens
 from tests.unit.gateway.conftest import Gateway
 from tests.unit.gateway.fakes import Script
@@ -238,6 +239,46 @@ async def test_prompt_logprobs_by_token_id(gateway: Gateway, path: str) -> None:
     assert len(found) == len(prompt)
     assert set(found[1]) == {str(prompt[1]), str(prompt[1] + 1)}
     assert found[1][str(prompt[1])]["rank"] == 2
+
+
+async def test_a_streamed_chat_tells_of_its_prompt_once(gateway: Gateway) -> None:
+    """What the whole answer has, in an event before any text, however many choices there are."""
+    gateway.port.script = say(gateway.ids("x y"))
+    async with gateway.client() as client:
+        whole = await ask(client, CHAT, prompt_logprobs=1, max_tokens=2, n=2)
+        parts = await stream(client, CHAT, prompt_logprobs=1, max_tokens=2, n=2)
+        others = await stream(client, CHAT, max_tokens=2, n=2)
+    texts = [i for i, part in enumerate(parts) if any(c["delta"].get("content") for c in part["choices"])]
+    telling = [i for i, part in enumerate(parts) if "prompt_logprobs" in part]
+    assert [parts[i]["prompt_logprobs"] for i in telling] == [whole["prompt_logprobs"]]
+    assert telling[0] < texts[0]
+    assert not any("prompt_logprobs" in part for part in others)
+
+
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 4}, {"echo": True, "logprobs": 4}], ids=str)
+async def test_what_is_told_of_prompts_is_bounded(gateway: Gateway, asked: dict[str, Any]) -> None:
+    """n times all prompts' tokens times the entries of each: refused before the workers hear of it."""
+    most = MAX_PROMPT_LOGPROBS // (20 * 5)
+    gateway.port.script = say([5])
+    async with gateway.client() as client:
+        for lengths in ([most + 1], [most // 2, most // 2 + 1]):
+            prompts = [[7] * length for length in lengths]
+            response = await client.post(COMPLETIONS, json={"prompt": prompts, "n": 20, "max_tokens": 1} | asked)
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert error["param"] == "prompt_logprobs"
+            assert str(MAX_PROMPT_LOGPROBS) in error["message"]
+        assert not gateway.port.admitted
+        assert len((await ask(client, prompt=[7] * most, n=20, max_tokens=1, **asked))["choices"]) == 20
+
+
+@pytest.mark.parametrize(("asked", "used"), [(0, 0.0), (1e-300, 0.01), (0.009, 0.01), (0.02, 0.02), (None, 1.0)])
+async def test_a_tiny_temperature_counts_as_the_least(gateway: Gateway, asked: float | None, used: float) -> None:
+    """Above 0 it is drawn, as vLLM does; 0 stays greedy."""
+    gateway.port.script = say([5])
+    async with gateway.client() as client:
+        await ask(client, temperature=asked, max_tokens=1)
+    assert gateway.port.admitted[0].sampling.temperature == used
 
 
 async def test_best_of_ranks_by_mean_logprob(gateway: Gateway) -> None:

@@ -72,6 +72,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 2.1}, "presence_penalty"),
     ({"frequency_penalty": "much"}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-40}, "repetition_penalty"),
+    ({"repetition_penalty": 101}, "repetition_penalty"),
     ({"logit_bias": [5]}, "logit_bias"),
     ({"logit_bias": {"five": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),

@@ -11,6 +11,7 @@ from services.gateway.openapi import api_routes
 from services.gateway.params import read_params
 from services.gateway.responses import ResponsesEndpoint
 from services.gateway.small_endpoints import SmallEndpoints
+from shared.tokenizer import Tokenizer
 from shared.version import VERSION
 from tests.unit.gateway.conftest import Gateway
 
@@ -38,6 +39,35 @@ async def test_messages_are_tokenised_as_a_chat_would_be(gateway: Gateway):
         prompt = gateway.tokenizer.backend.decode(tokens, skip_special_tokens=False)
     assert prompt.endswith("<|im_start|>assistant\n")
     assert "<|im_start|>user\nhi<|im_end|>" in prompt
+
+
+async def test_special_tokens_have_their_text(gateway: Gateway):
+    """They are not dropped: the text of a chat's tokens is the prompt."""
+    text = "<|im_start|>user\nhi<|im_end|>"
+    async with gateway.client() as client:
+        tokens = (await client.post("/tokenize", json={"prompt": text, "add_special_tokens": False})).json()["tokens"]
+        assert (await client.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": text}
+
+
+async def test_what_is_hopelessly_long_is_not_tokenised(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
+    """It could not fit however it is tokenised, and its tokens would take far more memory than its text."""
+    longest = gateway.tokenizer.max_token_bytes
+    assert longest is not None
+
+    def never(*_: object, **__: object) -> list[int]:
+        raise AssertionError("it was tokenised")
+
+    monkeypatch.setattr(Tokenizer, "encode", never)
+    text = "x" * (longest * 2048 + 1)
+    async with gateway.client() as client:
+        for body, named in (
+            ({"prompt": text}, "prompt"),
+            ({"messages": [{"role": "user", "content": text}]}, "messages"),
+        ):
+            response = await client.post("/tokenize", json=body)
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert (error["param"], error["code"]) == (named, "context_length_exceeded")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Structured output at the gateway: what is asked of the workers, and what is refused, with the reason."""
 
+import json
 from typing import Any
 
 import anyio
@@ -83,9 +84,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": {"$ref": "#/nowhere"}}, "guided_json", "nowhere"),
     ({"guided_json": {"type": "object", "unevaluatedProperties": False}}, "guided_json", "unevaluatedProperties"),
     ({"guided_json": {"type": "rabbit"}}, "guided_json", "cannot be compiled"),
+    ({"guided_json": {"type": "object", "minProperties": 2}}, "guided_json", "minProperties"),
+    ({"guided_json": {"const": 12345678901234567890123}}, "guided_json", "64 bits"),
+    ({"guided_json": {"type": "integer", "minimum": 1, "exclusiveMinimum": True}}, "guided_json", "draft 4"),
     ({"guided_json": "{"}, "guided_json", "not JSON"),
     ({"guided_json": 5}, "guided_json", "must be a JSON schema"),
-    ({"guided_json": _deep(300)}, "guided_json", "recursion"),
+    ({"guided_json": json.dumps(_deep(300))}, "guided_json", "nested too deeply"),
     ({"guided_json": {"enum": ["x" * 70_000]}}, "guided_json", "larger than"),
     ({"guided_regex": "(a"}, "guided_regex", "cannot be compiled"),
     ({"guided_regex": "(?=a)b"}, "guided_regex", "cannot be compiled"),

@@ -221,3 +221,18 @@ def test_developer_is_system_where_the_template_does_not_know_it():
     """OpenAI's newer name of the role."""
     messages = [{"role": "developer", "content": "d"}, *TALK]
     assert "<|im_start|>system\nd<|im_end|>" in ours(CHATML).render(messages)
+
+
+def test_tools_in_words_reach_a_template_without_system_messages():
+    """In front of the first message; the results of one turn are one message, as roles must alternate."""
+    call = {"name": "time", "arguments": {}}
+    results = [{"role": "tool", "content": text, "tool_call_id": text} for text in ("noon", "night")]
+    asked = {"role": "assistant", "content": "", "tool_calls": [{"function": call}, {"function": call}]}
+    prompt = ours(TURNS).render([TALK[0], asked, *results], RenderOptions(tools=TOOLS))
+    turns = prompt.split("<start_of_turn>")[1:]
+    assert [turn.split("\n")[0] for turn in turns] == ["user", "model", "user", "model"]
+    assert turns[0].startswith("user\n# Tools")
+    assert turns[0].split("</tool_call>")[-1].strip() == TALK[0]["content"].strip() + "<end_of_turn>"
+    assert turns[1].count("<tool_call>") == 2
+    assert turns[2].count("</tool_response>") == 2
+    assert turns[2].index("noon") < turns[2].index("night")

@@ -93,6 +93,44 @@ async def test_parallel_calls_of_a_model_that_may_choose_reach_the_client(gatewa
     assert [e.type for e in events].count("tool_calls.function.arguments.done") == 2
 
 
+async def test_without_parallel_calls_the_client_gets_the_first_alone(gateway: Gateway):
+    """`parallel_tool_calls: false` with `tool_choice: auto`: chats and responses, whole and streamed."""
+    called = CALL + '\n<tool_call>\n{"name": "time", "arguments": {"zone": "utc"}}\n</tool_call>'
+    gateway.port.script = answer(gateway.ids(called), reason="stop")
+    asked: Any = {"model": "smol", "parallel_tool_calls": False}
+    chat: Any = asked | {"messages": USER, "tools": [WEATHER, TIME]}
+    flat = [{"type": "function", **tool["function"]} for tool in (WEATHER, TIME)]
+    response: Any = asked | {"input": "weather in Rome?", "tools": flat}
+    url = "http://127.0.0.1:{}/v1"
+    async with gateway.server() as port, openai.AsyncOpenAI(base_url=url.format(port), api_key="none") as client:
+        whole = await client.chat.completions.create(**chat)
+        async with client.chat.completions.stream(**chat) as stream:
+            streamed = await stream.get_final_completion()
+        answered = await client.responses.create(**response)
+        async with client.responses.stream(**response) as stream:
+            told = await stream.get_final_response()
+    for choice in (whole.choices[0], streamed.choices[0]):
+        (call,) = choice.message.tool_calls or ()
+        made: Any = call
+        assert (made.function.name, made.function.arguments) == ("weather", '{"city": "Rome"}')
+        assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
+    for one in (answered, told):
+        assert [item.type for item in one.output] == ["message", "function_call"]
+        assert one.output_text == "Let me see."
+
+
+async def test_a_tool_whose_schema_would_be_broken_cannot_be_forced(gateway: Gateway):
+    """A 400 with the reason; where the model may choose, nothing is promised, and it is let in."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "maxProperties": 3}}}
+    gateway.port.script = answer(gateway.ids("x"))
+    async with gateway.client() as client:
+        response = await ask(client, tools=[tool], tool_choice="required")
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "tools"
+        assert "maxProperties" in response.json()["error"]["message"]
+        assert (await ask(client, tools=[tool])).status_code == 200
+
+
 async def test_an_answer_without_a_call_is_plain_text(gateway: Gateway):
     """With tools that were not used, and with tool_choice none."""
     async with gateway.client() as client:
