@@ -55,6 +55,17 @@ def test_the_python_example_prints_an_answer(real: Stack) -> None:
     assert "gravity" in printed.getvalue().lower()
 
 
+def test_the_example_of_tools_and_schemas_works(client: openai.OpenAI) -> None:
+    """A call of the tool, then JSON of the schema."""
+    (example,) = [b for b in blocks("python") if "tool_choice" in b]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(example, {"client": client})  # noqa: S102 - our own README
+    call, content = printed.getvalue().strip().split("\n", 1)
+    assert "get_weather" in call
+    assert set(json.loads(content)) == {"city"}
+
+
 def test_the_curl_example_streams(real: Stack) -> None:
     """Run by a shell, as a reader would."""
     (example,) = [b for b in blocks("sh") if b.startswith("curl")]
