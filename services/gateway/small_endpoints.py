@@ -13,7 +13,7 @@ from services.gateway.endpoints import Parts
 from services.gateway.errors import ApiError, bad_field, error_response
 from services.gateway.fields import Fields, checked_text
 from services.gateway.messages import MESSAGES_SCHEMA
-from services.gateway.params import check_model, unknown_model
+from services.gateway.params import check_model, refuse_unsupported, unknown_model
 from services.gateway.prepare import live_limits
 from services.gateway.tools import read_tools
 from shared.version import VERSION
@@ -95,6 +95,7 @@ class SmallEndpoints:
 
         :raises ApiError: 400 that names a field.
         """
+        refuse_unsupported(fields)
         prompt = fields.get("prompt", {"type": "string"})
         special = fields.get("add_special_tokens", {"type": "boolean"})
         if special is not None and type(special) is not bool:

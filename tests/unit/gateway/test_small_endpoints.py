@@ -78,6 +78,8 @@ async def test_what_is_hopelessly_long_is_not_tokenised(gateway: Gateway, monkey
         ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "messages"),
         ("/tokenize", {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
         ("/tokenize", {"prompt": "x", "model": "other"}, "model"),
+        ("/tokenize", {"prompt": "x", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "chat_template": "y"}, "chat_template"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/detokenize", {"tokens": [10**9]}, "tokens"),
