@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from kernels import bench
 from kernels.bench_cases import ModelCases, Sizes
@@ -41,12 +42,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for line in header(ceilings, args.threads):
         print(line, flush=True)
     highest = 0.0
-    for timing in bench.measure(op_cases(args.threads), ceilings, clock.now, args.repeats):
-        print(line_of(timing), flush=True)
-        highest = max(highest, timing.share)
     try:
-        steps = step_cases(args.threads)
-        for timing in bench.measure(steps, ceilings, clock.now, args.repeats):
+        cases = chain(op_cases(args.threads), step_cases(args.threads))
+        for timing in bench.measure(cases, ceilings, clock.now, args.repeats):
             print(line_of(timing), flush=True)
             highest = max(highest, timing.share)
     except ModelError as error:

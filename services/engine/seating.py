@@ -117,7 +117,7 @@ class Seating:
                 continue  # preempted just now
             if seq.num_remaining > 1:
                 chunks.append(seq)
-            elif self._has_slot(seq, draft, ahead) and (not seq.shares_tail or self._owns_tail(seq, draft, ahead)):
+            elif self._may_write(seq, draft, ahead):
                 draft.give(seq)
         for seq in chunks:
             if not draft.takes_prompts:
@@ -128,19 +128,23 @@ class Seating:
     def _go_on(self, draft: Draft) -> None:
         """Everybody lacks a block, and the eldest cannot start: it waits for a seat, or has no right to blocks. The
         first of those that run stands in for it and takes from the last, or nobody would ever end."""
-        first = next(iter(self._roster.running), None)
-        victim = first and next(self._roster.behind(first.rank), None)
-        if first is None or victim is None:
+        running = self._roster.running
+        victim = next(self._roster.behind(running[0].rank), None) if running else None
+        if victim is None:
             return
         self.preempt(victim)
-        if self._has_slot(first, draft, False) and (not first.shares_tail or self._owns_tail(first, draft, False)):
-            draft.give(first)
+        if self._may_write(running[0], draft, ahead=False):
+            draft.give(running[0])
 
     def _goes_on(self, seq: Seq) -> bool:
         """Whether a seq wants another row after its pending token, as far as can be known (it may yet be a stop)."""
         total = len(seq.tokens) + seq.num_pending
         most = seq.spec.num_prompt_tokens + seq.spec.sampling.max_tokens
         return total < min(most, self._limits.max_model_len) and not seq.spec.prefill_only
+
+    def _may_write(self, seq: Seq, draft: Draft, ahead: bool) -> bool:
+        """Whether the seq has a place for its next token that is its own."""
+        return self._has_slot(seq, draft, ahead) and (not seq.shares_tail or self._owns_tail(seq, draft, ahead))
 
     def _has_slot(self, seq: Seq, draft: Draft, ahead: bool) -> bool:
         """Whether the seq's table covers all its tokens, if need be at the cost of seqs behind it in rank. (Those have

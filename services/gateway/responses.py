@@ -153,7 +153,7 @@ def _read(fields: Fields) -> _Asked:
     top_p = fields.number("top_p", 0, 1, above_low=True)
     stream = fields.boolean("stream")
     form, tools = _format(fields), read_tool_fields(fields)
-    parallel = fields.get("parallel_tool_calls") is None or fields.boolean("parallel_tool_calls")
+    parallel = fields.boolean("parallel_tool_calls", default=True)
     echo = Echo(
         instructions=instructions,
         max_output_tokens=max_output_tokens,

@@ -36,7 +36,7 @@ def read_tools(fields: Fields) -> ToolAsk:
     """
     value = fields.get("tools", {"type": "array", "maxItems": MAX_TOOLS})
     choice = fields.get("tool_choice", CHOICE_SCHEMA)
-    parallel = fields.get("parallel_tool_calls") is None or fields.boolean("parallel_tool_calls")
+    parallel = fields.boolean("parallel_tool_calls", default=True)
     if not value:
         if value not in (None, []):
             raise bad_field("tools", "tools must be a list.")

@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 import httpx
+import openai
 import pytest
 import uvicorn
 from starlette.applications import Starlette
@@ -88,3 +89,8 @@ def make_gateway(tokenizer: Tokenizer, **settings: Any) -> Gateway:
         observer=observer,
     )
     return Gateway(app, port, clock, observer, offload, tokenizer)
+
+
+def client_of(port: int) -> openai.AsyncOpenAI:
+    """OpenAI's own client of a gateway's server, which never tries again."""
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import openai
 import pytest
 
 from shared.tokenizer import Tokenizer
-from tests.unit.gateway.conftest import Gateway, make_gateway
+from tests.unit.gateway.conftest import Gateway, client_of, make_gateway
 from tests.unit.gateway.fakes import answer
 
 pytestmark = pytest.mark.anyio
@@ -27,10 +26,6 @@ def num_thoughts(gateway: Gateway) -> int:
     """Tokens after which the thoughts were not over, from the text itself."""
     ids = gateway.ids(SAID)
     return sum(1 for i in range(1, len(ids) + 1) if "</think>" not in gateway.tokenizer.decode(ids[:i]))
-
-
-def client_of(port: int) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
 
 
 async def test_a_chats_thoughts_are_a_field_and_are_counted(thinking: Gateway):

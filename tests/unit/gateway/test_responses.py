@@ -2,12 +2,11 @@
 
 import json
 
-import openai
 import pytest
 from openai.types.responses import Response, ResponseCompletedEvent, ResponseErrorEvent, ResponseIncompleteEvent
 
 from shared.messages import Finished, Tokens
-from tests.unit.gateway.conftest import Gateway
+from tests.unit.gateway.conftest import Gateway, client_of
 from tests.unit.gateway.fakes import answer
 
 pytestmark = pytest.mark.anyio
@@ -23,10 +22,6 @@ ORDER = [
     "response.output_item.done",
     "response.completed",
 ]
-
-
-def client_of(port: int) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
 
 
 async def test_a_response_is_openais_object(gateway: Gateway):

@@ -4,11 +4,10 @@ import json
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall
 
-from tests.unit.gateway.conftest import Gateway
+from tests.unit.gateway.conftest import Gateway, client_of
 from tests.unit.gateway.fakes import answer
 
 pytestmark = pytest.mark.anyio
@@ -40,10 +39,6 @@ ORDER = [
     *["response.function_call_arguments.done", "response.output_item.done"],
     "response.completed",
 ]
-
-
-def client_of(port: int) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
 
 
 def calls_of(response: Response) -> list[ResponseFunctionToolCall]:
