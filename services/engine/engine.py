@@ -38,6 +38,8 @@ AHEAD_S = 0.004
 """The next step is planned so long before this one should end: late, so that what arrives meanwhile is in it."""
 AHEAD_SHARE = 0.2
 """Or so much of the step's time before its end, if that is more: for what could not be foretold."""
+LEAST_WAIT_S = 0.003
+"""A shorter wait than this is not worth a turn of the event loop for each token: the next step is planned at once."""
 
 
 class _Timed(msgspec.Struct, frozen=True):
@@ -249,7 +251,8 @@ class Engine:
         """Seconds from now until the next step should be planned."""
         expected_s = flight.predicted_s or 0.0
         left_s = expected_s - (self._clock.now() - self._began)
-        return max(0.0, left_s - max(AHEAD_S, AHEAD_SHARE * expected_s))
+        wait_s = left_s - max(AHEAD_S, AHEAD_SHARE * expected_s)
+        return wait_s if wait_s >= LEAST_WAIT_S else 0.0
 
     def _settle(self, flight: _Flight) -> StepOutput:
         plan = flight.plan

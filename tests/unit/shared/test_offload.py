@@ -14,6 +14,12 @@ from shared.offload import ThreadLane
 pytestmark = pytest.mark.anyio
 
 
+@pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    """The services' loop, and the tests'."""
+    return "asyncio", {"use_uvloop": request.param}
+
+
 async def test_calls_run_in_order_in_one_thread_and_tell_what_came_of_them():
     """Values and errors, also of calls that ended long before anybody asked."""
     lane = ThreadLane()
