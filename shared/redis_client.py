@@ -12,10 +12,11 @@ from typing import Any
 import anyio
 import redis.asyncio as aioredis
 from redis.asyncio.client import Pipeline
+from redis.exceptions import RedisError
 
 from shared.redis_line import Line, open_line, packed
 
-_WAITING = frozenset(("XREAD", "XREADGROUP", "BLPOP", "BRPOP", "BLMOVE", "BLMPOP", "BZPOPMIN", "BZPOPMAX", "WAIT"))
+_WAITING = frozenset(("XREAD", "XREADGROUP", "BLPOP", "BRPOP", "BLMOVE", "BLMPOP", "BZPOPMIN", "BZPOPMAX"))
 """Commands for whose answer Redis may wait, and lets all behind them on their connection wait too."""
 
 
@@ -29,6 +30,8 @@ class LineClient(aioredis.Redis):
         self._shared: Line | None = None
         self._idle: list[Line] = []
         self._connecting = anyio.Lock()
+        self._failure: RedisError | None = None  # of the last attempt to connect
+        self._num_failures = 0
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """See redis-py.
@@ -78,9 +81,20 @@ class LineClient(aioredis.Redis):
         return answer if callback is None else callback(answer, **options)
 
     async def _shared_line(self) -> Line:
+        """Whoever waits for another's attempt shares its outcome: no queue of attempts at a Redis that is away."""
+        before = self._num_failures
         async with self._connecting:
-            if self._shared is None or not self._shared.is_open:
+            if self._shared is not None and self._shared.is_open:
+                return self._shared
+            if self._failure is not None and self._num_failures != before:
+                raise self._failure
+            try:
                 self._shared = await open_line(self.connection_pool)
+            except RedisError as exc:
+                self._num_failures += 1
+                self._failure = exc
+                raise
+            self._failure = None
             return self._shared
 
     async def _own_line(self) -> Line:

@@ -199,10 +199,12 @@ async def test_a_redis_that_dies_fails_all_that_wait_and_is_found_again(redis_ur
 
 
 @asynccontextmanager
-async def talking(folder: Path, talk: Callable[[ByteStream], Awaitable[None]]) -> AsyncIterator[LineClient]:
+async def talking(
+    folder: Path, talk: Callable[[ByteStream], Awaitable[None]], query: str = ""
+) -> AsyncIterator[LineClient]:
     """A client of a server that does `talk` with each connection. It waits 0.2 s for an answer."""
     listener = await anyio.create_unix_listener(folder / "s")
-    client = client_of(f"unix://{folder / 's'}", timeout_s=0.2)
+    client = client_of(f"unix://{folder / 's'}{query}", timeout_s=0.2)
 
     async def serve(stream: ByteStream) -> None:
         async with stream:
@@ -242,6 +244,32 @@ async def test_no_answer_in_time_ends_the_connection_for_all(tmp_path: Path):
         assert len(errors) == 2
         assert connections == 1
         assert await client.execute_command("PONG") == b"new"
+
+
+async def test_who_waits_for_a_connection_shares_what_comes_of_it(tmp_path: Path):
+    """One attempt for all at once, whether it fails or not: nobody queues for attempts at a Redis that is away."""
+    connections = 0
+
+    async def talk(stream: ByteStream) -> None:
+        nonlocal connections
+        connections += 1
+        while connections > 1:
+            await stream.send(b"+OK\r\n" * (await stream.receive()).count(b"*"))  # one for each command
+        await anyio.sleep_forever()
+
+    async with talking(tmp_path, talk, "?db=1") as client:
+        outcomes: list[Any] = []
+
+        async def ask() -> None:
+            outcomes.append(await outcome(lambda: client.execute_command("PONG")))
+
+        for i, expected in enumerate([RedisTimeoutError, "answer"]):
+            async with anyio.create_task_group() as tasks:
+                for _ in range(20):
+                    tasks.start_soon(ask)
+            assert [kind for kind, _ in outcomes] == [expected] * 20
+            assert connections == i + 1
+            outcomes.clear()
 
 
 async def test_answers_in_pieces_are_answers(tmp_path: Path):
