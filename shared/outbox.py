@@ -1,11 +1,11 @@
 """What a worker says about its requests, in order, beside the engine loop: the next step computes while the last
 one's tokens go out. One entry per gateway and step, never a message per seq."""
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import anyio
 import structlog
 
 from shared.ids import AttemptId, Incarnation, RequestId
@@ -54,7 +54,7 @@ class Outbox:
     def __init__(self, leases: Leases, on_stale: Callable[[RequestId, int], None]) -> None:
         self._leases, self._on_stale = leases, on_stale
         self._parcels: deque[Parcel] = deque()
-        self._came: anyio.Event | None = None  # somebody waits for a parcel
+        self._came = asyncio.Event()  # one for all waits: a new one for each parcel would cost more than all else here
         self.num_stale = 0
         self._delivering = 0
 
@@ -67,8 +67,7 @@ class Outbox:
         """Queue a parcel; never blocks."""
         if parcel:
             self._parcels.append(parcel)
-            if self._came is not None:
-                self._came.set()
+            self._came.set()
 
     def close(self) -> None:
         """Drop what waits."""
@@ -78,9 +77,8 @@ class Outbox:
         """Send until cancelled."""
         while True:
             if not self._parcels:
-                self._came = anyio.Event()
+                self._came.clear()
                 await self._came.wait()
-                self._came = None
                 continue
             parcel = self._parcels.popleft()
             self._delivering = 1

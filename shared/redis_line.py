@@ -168,9 +168,8 @@ class Line(asyncio.Protocol):
 async def open_line(pool: ConnectionPool) -> Line:
     """A new connection to where `pool`'s would go, ready for commands.
 
-    :raises RedisConnectionError: nobody is there.
+    :raises RedisConnectionError: nobody is there, or Redis refuses the user or the database.
     :raises RedisTimeoutError: nobody answers.
-    :raises RedisError: Redis refuses the user, or the database.
     """
     options = pool.connection_kwargs
     line = Line(options["socket_timeout"])
@@ -178,8 +177,10 @@ async def open_line(pool: ConnectionPool) -> Line:
         async with asyncio.timeout(options["socket_connect_timeout"]):
             await _connect(line, pool)
             for answer in await _greet(line, options):
-                if isinstance(answer, Exception):
+                if isinstance(answer, RedisConnectionError):
                     raise answer
+                if isinstance(answer, Exception):
+                    raise RedisConnectionError(str(answer))
     except TimeoutError:
         line.close()
         raise RedisTimeoutError("no connection in time") from None

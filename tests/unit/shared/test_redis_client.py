@@ -1,26 +1,18 @@
 """Our Redis connections say what redis-py's say, and stay in step whatever is given up or breaks."""
 
-import shutil
-import ssl
-import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
-import redis.asyncio as aioredis
-from anyio.abc import ByteStream
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from shared.clock import SystemClock
-from shared.config import RedisConfig
 from shared.redis_client import LineClient
-from shared.redis_link import RedisLink
 from tests.redis_server import RedisServer
+from tests.unit.shared.redis_clients import Peer, client_of, outcome, plain_of, talking
 
 pytestmark = pytest.mark.anyio
 
@@ -31,30 +23,11 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return "asyncio", {"use_uvloop": request.param}
 
 
-def client_of(url: str, timeout_s: float = 5.0) -> LineClient:
-    pool = aioredis.ConnectionPool.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
-    client = LineClient.from_pool(pool)
-    assert isinstance(client, LineClient)
-    return client
-
-
-def plain_of(url: str) -> aioredis.Redis:
-    """redis-py's own, of the same protocol."""
-    return aioredis.Redis.from_url(url, protocol=2)
-
-
 @pytest.fixture
 async def client(redis_url: str) -> AsyncIterator[LineClient]:
     client = client_of(redis_url)
     yield client
     await client.aclose()
-
-
-async def outcome(call: Callable[[], Awaitable[Any]]) -> tuple[Any, ...]:
-    try:
-        return ("answer", await call())
-    except RedisError as exc:
-        return type(exc), str(exc)
 
 
 COMMANDS: list[tuple[Any, ...]] = [
@@ -198,37 +171,17 @@ async def test_a_redis_that_dies_fails_all_that_wait_and_is_found_again(redis_ur
 # --- servers of our own -------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def talking(
-    folder: Path, talk: Callable[[ByteStream], Awaitable[None]], query: str = ""
-) -> AsyncIterator[LineClient]:
-    """A client of a server that does `talk` with each connection. It waits 0.2 s for an answer."""
-    listener = await anyio.create_unix_listener(folder / "s")
-    client = client_of(f"unix://{folder / 's'}{query}", timeout_s=0.2)
-
-    async def serve(stream: ByteStream) -> None:
-        async with stream:
-            with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
-                await talk(stream)
-
-    async with listener, anyio.create_task_group() as tasks:
-        tasks.start_soon(listener.serve, serve)
-        yield client
-        await client.aclose()
-        tasks.cancel_scope.cancel()
-
-
 async def test_no_answer_in_time_ends_the_connection_for_all(tmp_path: Path):
     """Nobody waits for ever, and the late answer goes to nobody: the next call has a connection of its own."""
     connections = 0
 
-    async def talk(stream: ByteStream) -> None:
+    async def talk(peer: Peer) -> None:
         nonlocal connections
         connections += 1
-        await stream.receive()
+        await peer.receive()
         if connections > 1:
-            await stream.send(b"+new\r\n")
-        await anyio.sleep_forever()
+            await peer.send(b"+new\r\n")
+        await peer.swallow()
 
     async with talking(tmp_path, talk) as client:
         errors: list[Exception] = []
@@ -250,12 +203,12 @@ async def test_who_waits_for_a_connection_shares_what_comes_of_it(tmp_path: Path
     """One attempt for all at once, whether it fails or not: nobody queues for attempts at a Redis that is away."""
     connections = 0
 
-    async def talk(stream: ByteStream) -> None:
+    async def talk(peer: Peer) -> None:
         nonlocal connections
         connections += 1
         while connections > 1:
-            await stream.send(b"+OK\r\n" * (await stream.receive()).count(b"*"))  # one for each command
-        await anyio.sleep_forever()
+            await peer.send(b"+OK\r\n" * (await peer.receive()).count(b"*"))  # one for each command
+        await peer.swallow()
 
     async with talking(tmp_path, talk, "?db=1") as client:
         outcomes: list[Any] = []
@@ -276,14 +229,14 @@ async def test_answers_in_pieces_are_answers(tmp_path: Path):
     """Byte by byte, and two in one piece."""
     both = b"*2\r\n$3\r\na\r\n\r\n:7\r\n" + b"-WRONGTYPE no\r\n"
 
-    async def talk(stream: ByteStream) -> None:
+    async def talk(peer: Peer) -> None:
         while True:
-            await stream.receive()
+            await peer.receive()
             for i in range(len(both)):
-                await stream.send(both[i : i + 1])
+                await peer.send(both[i : i + 1])
                 await anyio.lowlevel.checkpoint()
-            await stream.receive()
-            await stream.send(both)
+            await peer.receive()
+            await peer.send(both)
 
     async with talking(tmp_path, talk) as client:
         for _ in range(2):
@@ -296,10 +249,11 @@ async def test_answers_in_pieces_are_answers(tmp_path: Path):
 async def test_what_is_no_redis_is_a_broken_connection(tmp_path: Path, garbage: bytes):
     """Another protocol, or an end in place of an answer."""
 
-    async def talk(stream: ByteStream) -> None:
-        await stream.receive()
+    async def talk(peer: Peer) -> None:
+        await peer.receive()
         if garbage:
-            await stream.send(garbage)
+            await peer.send(garbage)
+            await peer.swallow()
 
     async with talking(tmp_path, talk) as client:
         with pytest.raises(RedisConnectionError):
@@ -310,12 +264,12 @@ async def test_an_answer_that_nobody_asked_for_goes_to_nobody(tmp_path: Path):
     """The connection is out of step, and used no more."""
     connections = 0
 
-    async def talk(stream: ByteStream) -> None:
+    async def talk(peer: Peer) -> None:
         nonlocal connections
         connections += 1
         while True:
-            await stream.receive()
-            await stream.send(b"+a\r\n+b\r\n")
+            await peer.receive()
+            await peer.send(b"+a\r\n+b\r\n")
 
     async with talking(tmp_path, talk) as client:
         for i in range(3):
@@ -330,82 +284,3 @@ async def test_nobody_there_is_a_connection_error(tmp_path: Path):
         with pytest.raises(RedisConnectionError):
             await client.get("a")
         await client.aclose()
-
-
-# --- who we are, and where ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-async def guarded(redis_server: RedisServer, redis_url: str) -> AsyncIterator[str]:
-    """The URL of a server that asks for a user and a password, without them."""
-    admin = RedisLink(RedisConfig(url=redis_url), SystemClock())
-    await admin.client.execute_command("ACL SETUSER", "me", "on", ">geheim:/@", "~*", "+@all")
-    yield redis_url.removeprefix("unix://")
-    await admin.client.execute_command("ACL DELUSER", "me")
-    await admin.close()
-
-
-async def test_user_password_database_and_name_are_those_of_the_url(guarded: str):
-    """As redis-py reads it, escapes included; what is wrong is told as redis-py tells it."""
-    url = f"unix://me:geheim%3A%2F%40@{guarded}?db=3&client_name=mine"
-    for make in (client_of, plain_of):
-        client = make(url)
-        assert await client.execute_command("ACL WHOAMI") == "me"
-        info = await client.client_info()
-        assert (info["db"], info["name"]) == (3, "mine")
-        await client.aclose()
-    for wrong in (f"unix://me:wrong@{guarded}", f"unix://me:geheim%3A%2F%40@{guarded}?db=99"):
-        told = []
-        for make in (client_of, plain_of):
-            client = make(wrong)
-            told.append(await outcome(lambda client=client: client.get("a")))
-            await client.aclose()
-        (kind, text), (plain_kind, plain_text) = told
-        assert text == plain_text
-        assert issubclass(kind, plain_kind)  # redis-py says "connection" where it was the password
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    if not shutil.which("openssl"):
-        pytest.skip("makes its certificate with the openssl command")
-    folder = tmp_path_factory.mktemp("tls")
-    name, key = folder / "cert.pem", folder / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-    names = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(name)]
-    subprocess.run([*command.split(), *names], check=True, capture_output=True)
-    return name, key
-
-
-async def test_tls_is_checked_and_works(redis_url: str, certificate: tuple[Path, Path]):
-    """`rediss://` with the certificate's authority; without it the connection is refused."""
-    name, key = certificate
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(name, key)
-    inner = await anyio.create_tcp_listener(local_host="127.0.0.1")
-    port = inner.extra(anyio.abc.SocketAttribute.local_port)
-    listener = anyio.streams.tls.TLSListener(inner, context, standard_compatible=False)
-
-    async def pump(source: ByteStream, sink: ByteStream) -> None:
-        try:
-            while True:
-                await sink.send(await source.receive())
-        except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):
-            await sink.aclose()
-
-    async def serve(stream: ByteStream) -> None:
-        async with await anyio.connect_unix(redis_url.removeprefix("unix://")) as there, anyio.create_task_group() as t:
-            t.start_soon(pump, stream, there)
-            t.start_soon(pump, there, stream)
-
-    async with listener, anyio.create_task_group() as tasks:
-        tasks.start_soon(listener.serve, serve)
-        client = client_of(f"rediss://localhost:{port}/0?ssl_ca_certs={name}")
-        assert await client.set("a", "x" * 100_000)
-        assert await client.get("a") == b"x" * 100_000
-        await client.aclose()
-        stranger = client_of(f"rediss://localhost:{port}/0")
-        with pytest.raises(RedisConnectionError, match=r"(?i)certificate"):
-            await stranger.get("a")
-        await stranger.aclose()
-        tasks.cancel_scope.cancel()
