@@ -4,9 +4,9 @@
 digest of the plan; then the buffer of `services.engine.packing_plan`. Written beside its name and renamed, so that a
 file either is whole or is not there; two workers that pack at once write the same bytes.
 
-A step reads all weights from front to back, so how large the pages are decides how fast it is (measured: a decode step of
-one seq takes a quarter longer on pages of 4 KiB than of 2 MiB). Where file system and kernel can (ext4 from Linux 6.16,
-xfs, btrfs), a file that is not cached yet is read in large pages if its mapping asks for them before it is touched.
+A step reads all weights from front to back, so how large the pages are decides how fast it is: a decode step of one seq
+takes a quarter longer on pages of 4 KiB than of 2 MiB. Where file system and kernel can (ext4 from Linux 6.16, xfs,
+btrfs), a file that is not cached yet is read in large pages if its mapping asks for them before it is touched.
 """
 
 import mmap
