@@ -57,7 +57,10 @@ class Peer:
 async def talking(folder: Path, talk: Callable[[Peer], Awaitable[None]], query: str = "") -> AsyncIterator[LineClient]:
     """A client of a server that does `talk` with each connection. It waits 0.2 s for an answer."""
 
+    serving: set[asyncio.Task[None] | None] = set()
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.add(asyncio.current_task())
         with suppress(EOFError, ConnectionError):
             await talk(Peer(reader, writer))
         writer.close()
@@ -71,4 +74,5 @@ async def talking(folder: Path, talk: Callable[[Peer], Awaitable[None]], query: 
     finally:
         await client.aclose()
         server.close()
+        await asyncio.gather(*filter(None, serving))
         await server.wait_closed()
