@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.sim.loop import VirtualLoop
-from tests.sim.plan import EVERY_KIND, draw
+from tests.sim.plan import EVERY_KIND, Fault, draw
 from tests.sim.pool import Job, processes, run_cancels, run_seed
 from tests.sim.runner import Report, run
 from tests.sim.shrink import describe, shrink
@@ -73,6 +73,13 @@ def test_a_seed_is_the_same_each_time(seed: int) -> None:
     plan = draw(seed, 60, every_s=0.3)
     first, second = run(plan), run(plan)
     assert first == second
+
+
+@pytest.mark.parametrize("at", [3.99, 4.49, 4.97])
+def test_a_clock_set_forward_is_no_fault_of_the_reapers(at: float) -> None:
+    """Leases that end at once are not overdue before it may reap; whoever looks just then must know that."""
+    plan = replace(draw(3, 60, kinds=(), pace=10), faults=(Fault(at, "jump", "", 0.0, 20.0),))
+    assert not run(plan).violations
 
 
 def test_without_faults_nobody_gets_an_error() -> None:
