@@ -1,6 +1,6 @@
 -- Tokens and text of a submission go out, each index once, and only from its owner.
--- KEYS: sub result [reply]      ARGV: owner ttl_ms id entry (choice offset count chars tokens text)...   (chars: out after it)
--- 1 = out, 0 = another gateway or entry has the submission, -1 = not where the last item ended. Repeatable: what is out is skipped.
+-- KEYS: sub result [reply]      ARGV: owner ttl_ms id entry (choice offset count chars tokens text)...   (chars: with it)
+-- 1 = out, 0 = another gateway or entry has it, -1 = not where the last item ended. Repeatable: what is out is skipped.
 local s = redis.call('HMGET', KEYS[1], 'owner', 'state', 'total', 'seq', 'entry')
 if s[1] ~= ARGV[1] or s[2] ~= 'open' or s[5] ~= ARGV[4] then return 0 end
 redis.call('XDEL', KEYS[2], '0-0')  -- frees first: see scripts.py
