@@ -144,13 +144,14 @@ class Judge:
 
     def haunt(self) -> None:
         """The streams of the gateways say their last word again, and a late word of an old epoch, wrong in itself. No
-        script does either; the gateway must not believe it all the same."""
+        script does either; the gateway must not believe it all the same. Of a request that is over it need not know the
+        epoch: when it was buried, the marker went with its stream."""
         store = self._world.redis.store
         for value in [v for k, v in store.data.items() if b":tokens:" in k and v.ids]:
             echo = value.entries[value.ids[-1]]
             value.add(store.now_ms(), echo)
         for key, value in list(store.data.items()):
-            if b":req:" not in key or value.get(b"st") == b"done" or int(value.get(b"ep", 1)) < 2:
+            if b":req:" not in key or value.get(b"st") in (b"done", b"cancelled") or int(value.get(b"ep", 1)) < 2:
                 continue
             request_id, epoch = key.rsplit(b":", 1)[1].decode(), int(value[b"ep"]) - 1
             num = store.run(b"STRLEN", key.replace(b":req:", b":log:") + b":0") // 4
