@@ -185,7 +185,6 @@ async def test_what_redis_lost_has_no_part_in_what_was_submitted_again(queue: Qu
     old = await queue.taken(gateway)
     await queue.link.client.flushdb()
     new = await queue.taken(gateway)
-    assert (old.id, old.entry != new.entry) == (new.id, True)
     item = ResultItem(0, 0, (1, 2), "1 2 ", 4)
     assert await gateway.write(old, [item]) == "lost"
     assert not await gateway.end(old, DONE)
@@ -194,7 +193,6 @@ async def test_what_redis_lost_has_no_part_in_what_was_submitted_again(queue: Qu
     assert await queue.stream(KEYS.result("job")) == []
     assert await gateway.write(new, [item]) == "out"
     assert await gateway.end(new, DONE)
-    assert await queue.num_pending() == 0
 
 
 async def test_a_renewed_submission_is_not_claimed_and_a_released_one_is_at_once(queue: Queue) -> None:
