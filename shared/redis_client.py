@@ -5,7 +5,7 @@ without a transaction is one write on the shared line. What redis-py does apart 
 its own connections.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,7 +54,7 @@ class LineClient(aioredis.Redis):
             return super().pipeline(transaction, shard_hint)
         return _Batch(self, self.connection_pool, self.response_callbacks, False, shard_hint)
 
-    async def send_together(self, commands: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+    async def send_together(self, commands: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> list[Any]:
         """The answers to commands with their options; an error is an answer too."""
         line = self._shared
         if line is None or not line.is_open:
@@ -73,12 +73,13 @@ class LineClient(aioredis.Redis):
         self._shared, self._idle = None, []
         await super().aclose(close_connection_pool)
 
-    def _finished(self, name: str, answer: Any, options: dict[str, Any]) -> Any:
+    def _finished(self, name: str, answer: Any, options: Mapping[str, Any]) -> Any:
         if isinstance(answer, Exception):
             raise answer
-        options.pop("keys", None)
         callback = self.response_callbacks.get(name)
-        return answer if callback is None else callback(answer, **options)
+        if callback is None:
+            return answer
+        return callback(answer, **{key: value for key, value in options.items() if key != "keys"})
 
     async def _shared_line(self) -> Line:
         """Whoever waits for another's attempt shares its outcome: no queue of attempts at a Redis that is away."""
