@@ -218,7 +218,7 @@ async def prefill_main(life: Life) -> None:
     life.worker = worker
     async with anyio.create_task_group() as tasks:
         await tasks.start(source.serve)
-        await _serve_worker(life, worker, registration(life, "prefill", (source.endpoint(),)), tasks)
+        await _serve_worker(life, worker, registration(life, "prefill", (source.endpoint(),)), tasks, key)
 
 
 async def decode_main(life: Life) -> None:
@@ -239,10 +239,16 @@ async def decode_main(life: Life) -> None:
 
 
 async def _serve_worker(
-    life: Life, worker: PrefillWorker | DecodeWorker, reg: Registration, tasks: anyio.abc.TaskGroup
+    life: Life,
+    worker: PrefillWorker | DecodeWorker,
+    reg: Registration,
+    tasks: anyio.abc.TaskGroup,
+    secret: bytes | None = None,
 ) -> None:
     duties = WatchedDuties(life, worker)
-    link = WorkerLink(reg, duties, life.bus, life.keys, life.leases, life.roster, life.clock, life.world.settings.lease)
+    link = WorkerLink(
+        *(reg, duties, life.bus, life.keys, life.leases, life.roster, life.clock, life.world.settings.lease, secret)
+    )
     await tasks.start(worker.run, link)
     tasks.start_soon(link.read)
     tasks.start_soon(link.renew)
