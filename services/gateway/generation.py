@@ -17,6 +17,9 @@ from shared.errors import BusError
 from shared.messages import Finished, GenerateRequest, TokenLogprobs
 from shared.tokenizer import Tokenizer
 
+RETELL_S = 1.0
+"""A worker that goes on with a choice that is cut is told again after so long: it may have missed the first hint."""
+
 log = structlog.get_logger("gateway")
 
 

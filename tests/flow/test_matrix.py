@@ -4,7 +4,6 @@ CI runs a subset that holds every pair of values; `./baton test --full` runs all
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -72,19 +71,6 @@ def long_prompts(oracle: Oracle) -> dict[str, list[int]]:
     return ids
 
 
-class Expected:
-    """The oracle's answers, each computed once per session."""
-
-    def __init__(self, oracle: Oracle) -> None:
-        self.oracle = oracle
-        self.greedy = lru_cache(maxsize=None)(lambda ids, n: oracle.greedy(list(ids), n))
-
-
-@pytest.fixture(scope="module")
-def expected(oracle_default: Oracle) -> Expected:
-    return Expected(oracle_default)
-
-
 async def ask_all(stack: Stack, asked: dict[str, list[int]], max_tokens: int) -> dict[str, Any]:
     """Every prompt at once; the answers by name."""
     answers: dict[str, Any] = {}
@@ -104,19 +90,19 @@ async def ask_all(stack: Stack, asked: dict[str, list[int]], max_tokens: int) ->
 
 
 async def run_cell(
-    expected: Expected, topology: str, transport: str, chunk: int, asked: dict[str, list[int]], max_tokens: int
+    oracle: Oracle, topology: str, transport: str, chunk: int, asked: dict[str, list[int]], max_tokens: int
 ) -> None:
     """One stack: every prompt cold, then each again with a new end, so that its beginning is a prefix hit."""
     num_prefill, num_decode = TOPOLOGIES[topology]
     settings = {"transfer__transports": transport, "engine__max_num_batched_tokens": chunk}
-    suffix = expected.oracle.encode(SUFFIX)
+    suffix = oracle.encode(SUFFIX)
     with Stack(prefill=num_prefill, decode=num_decode, **settings) as stack:
         for round_name in ("none", "hit"):
             batch = asked if round_name == "none" else {name: [*ids, *suffix] for name, ids in asked.items()}
             answers = await ask_all(stack, batch, max_tokens)
             for name, ids in batch.items():
                 what = f"{topology} {transport} chunk {chunk} prefix {round_name}: {name}"
-                TALLY.add(expected.greedy(tuple(ids), max_tokens), answers[name]["tokens"], what)
+                TALLY.add(oracle.greedy(ids, max_tokens), answers[name]["tokens"], what)
                 cached = answers[name]["usage"]["prompt_tokens_details"]["cached_tokens"]
                 if round_name == "hit" and num_prefill + num_decode <= 2:
                     assert cached >= len(asked[name]) // 16 * 16 - 16, f"{what}: only {cached} cached"
@@ -143,17 +129,17 @@ def check_accounts(stack: Stack, num_prefill: int, transport: str) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("topology", "transport", "chunk"), PAIRWISE)
-async def test_tokens_equal_the_oracles(expected: Expected, topology: str, transport: str, chunk: int) -> None:
+async def test_tokens_equal_the_oracles(oracle_default: Oracle, topology: str, transport: str, chunk: int) -> None:
     """Six prompts, 24 greedy tokens."""
-    await run_cell(expected, topology, transport, chunk, short_prompts(expected.oracle), 24)
+    await run_cell(oracle_default, topology, transport, chunk, short_prompts(oracle_default), 24)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("topology", "transport", "chunk"), PAIRWISE + FULL)
-async def test_tokens_equal_the_oracles_full(expected: Expected, topology: str, transport: str, chunk: int) -> None:
+async def test_tokens_equal_the_oracles_full(oracle_default: Oracle, topology: str, transport: str, chunk: int) -> None:
     """Twenty prompts of up to 1,500 tokens, 64 greedy tokens."""
-    await run_cell(expected, topology, transport, chunk, long_prompts(expected.oracle), 64)
+    await run_cell(oracle_default, topology, transport, chunk, long_prompts(oracle_default), 64)
 
 
 def test_hardly_any_token_needed_an_excuse() -> None:

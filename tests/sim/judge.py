@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from services.engine.types import PlanItem
 from services.transfer import Offer
 from shared.ids import BlockId, RequestId
 from shared.messages import ReleaseAnswer, Tokens, encode
 from shared.roster import MISSED_GREETINGS
 from tests.sim.book import Book
 from tests.sim.calls import Call
+from tests.sim.hints import HintBook
 from tests.sim.redis_streams import Stream
 from tests.sim.results import ResultBook
 from tests.sim.submits import Submitter
@@ -54,9 +56,11 @@ class Judge:
         self._held: set[tuple[str, str, int]] = set()  # (reader, request, epoch)
         self.book = Book(world.redis.store, world.keys, world.violate)
         self.results = ResultBook(world)
+        self.hints = HintBook(world)
         world.redis.observers.append(self.script_ran)
         world.redis.observers.append(self.book.script_ran)
         world.redis.observers.append(self.results.script_ran)
+        world.redis.observers.append(self.hints.script_ran)
 
     # --- events ---
 
@@ -66,6 +70,9 @@ class Judge:
 
     def calls_of(self, life: Life) -> list[Call]:
         return self._calls.get(life.incarnation, [])
+
+    def gateway_of(self, call: Call) -> Life:
+        return self._gateways[call.ask.name]
 
     def cancel_heard(self, life: Life, request_id: RequestId, epoch: int, step: int) -> None:
         known = self._heard.get((life.incarnation, request_id), (0, 0))
@@ -104,6 +111,7 @@ class Judge:
         self._requeues.clear()
         self.book.forget_all()
         self.results.forget_all()
+        self.hints.forget()
 
     def _adopted(self, request_id: str, epoch: int) -> None:
         """What another gateway goes on with is over at its old epoch."""
@@ -143,6 +151,7 @@ class Judge:
             if stream in store.data:  # else its gateway is dead and forgotten
                 store.run(b"XADD", stream, b"*", b"m", encode(ghost))
                 self.num_ghosts += 1
+            self.hints.haunt(RequestId(request_id), value)
 
     # --- transfers ---
 
@@ -209,15 +218,21 @@ class Judge:
             if score < deadline_ms:
                 world.violate(f"the lease of {member.decode()} is over by {deadline_ms - score + 1500:.0f} ms")
 
-    def work_seen(self, life: Life, seq_id: str, step: int) -> None:
+    def step_s(self, life: Life) -> float:
+        """So long a step of that worker may take just now."""
+        slowness = life.slow_steps if self._world.clock.now() <= life.slow_steps_until + 0.01 else life.slowness
+        return 0.1 * slowness * self._world.plan.pace
+
+    def work_seen(self, life: Life, item: PlanItem, step: int) -> None:
         """A seq is in a step: nobody may have told this worker, or anybody long ago, that it is cancelled."""
+        seq_id = item.seq_id
         request_id, epoch, _ = seq_id.split("/")
+        self.hints.work_seen(life, item, request_id, step)
         told = self._heard.get((life.incarnation, RequestId(request_id)))
         if told is not None and int(epoch) <= told[0] and step > told[1] + 1:
             self._world.violate(f"{life.incarnation} works on {seq_id}, whose cancel it heard before")
         now, blind_until = self._world.clock.now(), max(life.disturbed_at, self.disturbed_at)
-        slowness = life.slow_steps if now <= life.slow_steps_until + 0.01 else life.slowness
-        grace_s = GRACE_S + 0.1 * slowness * self._world.plan.pace
+        grace_s = GRACE_S + self.step_s(life)
         last_epoch, since = self._over.get(request_id, (0, now))
         if int(epoch) <= last_epoch and now - max(since, blind_until) > grace_s:
             self._world.violate(f"{life.incarnation} works on {seq_id}, over {now - since:.2f} s ago")

@@ -143,7 +143,7 @@ class WatchedRunner:
         if life.client.severed:
             raise RuntimeError("the process is dead")
         for item in plan.items:
-            world.judge.work_seen(life, item.seq_id, plan.step)
+            world.judge.work_seen(life, item, plan.step)
         if world.should_fail_step():
             raise RuntimeError("injected")
         try:
@@ -155,7 +155,7 @@ class WatchedRunner:
 
 @dataclass
 class WatchedDuties:
-    """Passes everything on; tells the judge when a cancel has arrived."""
+    """Passes everything on; tells the judge when a cancel, or a hint, has arrived."""
 
     life: Life
     inner: Any
@@ -167,6 +167,13 @@ class WatchedDuties:
         assert self.life.engine is not None
         self.inner.cancel(request_id, epoch, reason)
         self.life.world.judge.cancel_heard(self.life, request_id, epoch, self.life.engine.stats().steps)
+
+    def cancel_choice(self, request_id: Any, epoch: int, choice: int) -> None:
+        assert self.life.engine is not None
+        is_known = f"{request_id}/{epoch}/0" in self.inner._jobs  # else it comes too early
+        self.inner.cancel_choice(request_id, epoch, choice)
+        if is_known:
+            self.life.world.judge.hints.told(self.life, request_id, epoch, choice, self.life.engine.stats().steps)
 
 
 def build_engine(life: Life) -> tuple[Engine, Region]:
