@@ -9,6 +9,7 @@ from services.decode.worker import DecodeWorker
 from services.engine.types import PlanItem
 from services.gateway.generation import RETELL_S
 from shared.ids import RequestId
+from shared.leases import CONTROL_MS
 from shared.messages import Cancel, encode
 from tests.sim.calls import Call
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from tests.sim.machines import Life
     from tests.sim.world import World
 
-TELL_S = RETELL_S + 0.5
-"""A healthy gateway has told a healthy worker so long after that said something in vain, a second time if need be."""
+TELL_S = 0.3
+"""A healthy worker, which said something in vain, has been told by a healthy gateway so much later."""
 
 
 class HintBook:
@@ -100,8 +101,11 @@ class HintBook:
         gateway = judge.gateway_of(call)
         if not call.is_open or life.is_blind or gateway.is_blind or world.redis.is_troubled:
             return False
-        since = max(said_at, life.disturbed_at, gateway.disturbed_at, judge.disturbed_at)
-        return world.clock.now() - since > TELL_S + call.ask.reads_every + judge.step_s(life)
+        troubled_at = max(life.disturbed_at, gateway.disturbed_at, judge.disturbed_at)
+        # Whoever had trouble may have missed a hint, and so may a worker whose attempt had only just begun.
+        patience_s = 0.0 if troubled_at < said_at - RETELL_S and "/1/" in seq_id else RETELL_S
+        waits_s = patience_s + TELL_S + call.ask.reads_every + judge.step_s(life)
+        return world.clock.now() - max(said_at, troubled_at) > waits_s
 
     def forget(self) -> None:
         """Redis has lost everything: what it passed on before counts no more."""
@@ -110,14 +114,16 @@ class HintBook:
     # --- what nobody says ---
 
     def haunt(self, request_id: RequestId, value: dict[bytes, bytes]) -> None:
-        """A late word of an old epoch, that all of the request's choices are over, reaches the worker of this one. No
-        script writes it; the worker must not believe it all the same."""
+        """A hint of the epoch before is sent again, as after a lost answer: the script must refuse it. And it reaches
+        the worker of this epoch, for each choice, which no script does: it must not believe it all the same."""
         world, incarnation = self._world, value.get(b"dw", b"").decode()
         life = next((one for one in world.lives.values() if one.incarnation == incarnation and one.is_alive), None)
         if life is None or value[b"st"] not in (b"dispatched", b"prefill", b"decode"):
             return
-        store, key = world.redis.store, world.keys.control(life.incarnation).key.encode()
+        store, key, epoch = world.redis.store, world.keys.control(life.incarnation).key, int(value[b"ep"]) - 1
         for choice in range(int(value.get(b"nc", 1))):
-            ghost = Cancel(request_id=request_id, epoch=int(value[b"ep"]) - 1, reason="ghost", choice=choice)
-            store.run(b"XADD", key, b"*", b"m", encode(ghost))
-        store.run(b"PEXPIRE", key, b"600000")
+            ghost = encode(Cancel(request_id=request_id, epoch=epoch, reason="ghost", choice=choice))
+            args = [epoch, value[b"dw"], ghost, CONTROL_MS]
+            world.redis.script("cancel_choice", [world.keys.request(request_id), key], args)
+            store.run(b"XADD", key.encode(), b"*", b"m", ghost)
+        store.run(b"PEXPIRE", key.encode(), b"%d" % CONTROL_MS)

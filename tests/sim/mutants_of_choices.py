@@ -11,7 +11,7 @@ from tests.sim.mutant import Mutant, lua, python
 from tests.sim.wrong import ignore
 
 MANY: dict[str, Any] = {"several": 0.5, "leavers": 0.0}
-TROUBLE = ("bad_steps", "lost_replies", "partition")
+TROUBLE = ("bad_steps", "lost_replies")
 GHOSTS = ("crash", "ghost", "ghost")
 
 _cancel_choice = DecodeWorker.cancel_choice
@@ -51,15 +51,6 @@ def stops_in_name(self: DecodeWorker, job: Job) -> None:
                 return
 
 
-def stops_without_end(self: DecodeWorker, job: Job) -> None:
-    """The last choice's end is not the request's."""
-    if job.phase is Phase.RUNNING and any(job.choices.num_output):
-        for choice in sorted(job.unwanted & set(job.choices.open)):
-            job.unwanted.discard(choice)
-            self._engine.abort(job.seq_ids[choice])
-            job.choices.said(choice, job.choices.num_output[choice], "stop")
-
-
 _of = Choices.of
 
 
@@ -77,22 +68,13 @@ OF_CHOICES: tuple[Mutant, ...] = (
     python("nobody is told that a choice is over", Streams, "stop_choice", ignore, (), **MANY),
     python("a choice is over before it has begun", DecodeWorker, "_stop_unwanted", over_before_it_began, None, **MANY),
     python("a choice that is over is worked on", DecodeWorker, "_stop_unwanted", stops_in_name, (), **MANY),
-    python("the last choice's stop ends nothing", DecodeWorker, "_stop_unwanted", stops_without_end, (), **MANY),
     python("choices that were over go on", Choices, "of", staticmethod(all_go_on), ("crash",), **MANY),
     lua(
         "a hint asks for no epoch",
         "cancel_choice",
         "if r[2] ~= ARGV[1] or r[3] ~= ARGV[2] then return 0 end",
         "if r[3] ~= ARGV[2] then return 0 end",
-        TROUBLE,
-        **MANY,
-    ),
-    lua(
-        "a hint goes to whoever had it",
-        "cancel_choice",
-        "if r[2] ~= ARGV[1] or r[3] ~= ARGV[2] then return 0 end",
-        "if r[2] ~= ARGV[1] then return 0 end",
-        TROUBLE,
+        GHOSTS,
         **MANY,
     ),
     lua(

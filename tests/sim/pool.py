@@ -12,7 +12,7 @@ from typing import TypeVar
 from tests.sim.catches import CATCHES
 from tests.sim.mutant import Mutant
 from tests.sim.mutants import BY_NAME
-from tests.sim.plan import draw
+from tests.sim.plan import Plan, draw
 from tests.sim.runner import Report, run
 
 A = TypeVar("A")
@@ -62,10 +62,13 @@ class Job:
     seed: int
     num_requests: int
 
+    def plan(self) -> Plan:
+        return draw(self.seed, self.num_requests)
+
 
 def run_seed(job: Job) -> Report:
     """The seed's world; a report without its log, unless it failed."""
-    report = run(draw(job.seed, job.num_requests))
+    report = run(job.plan())
     return report if report.violations else report.short()
 
 
