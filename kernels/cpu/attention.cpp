@@ -109,16 +109,17 @@ Queries queries_of(const AttentionArgs& args, const LayerCache& cache, const Ite
   const int64_t skip = std::max<int64_t>(0, first_token - item.first_position);
   int64_t end = item.num_rows;
   if (args.window > 0) end = std::min(end, first_token + TILE + args.window - 1 - item.first_position);
-  const int64_t num = (end - skip) * group;
-  for (int64_t i = 0; i < num; ++i) {
-    const int64_t position = item.first_position + skip + i / group;
+  const bool whole = args.window == 0 && first_token + TILE <= item.first_position + 1;
+  for (int64_t row = skip; !whole && row < end; ++row) {
+    const int64_t position = item.first_position + row;
     const int64_t oldest = args.window > 0 ? position - args.window + 1 : 0;
-    s.first[i] = static_cast<int>(std::max<int64_t>(0, oldest - first_token));
-    s.visible[i] = static_cast<int>(std::min<int64_t>(TILE, position - first_token + 1));
+    const int64_t at = (row - skip) * group;
+    std::fill_n(&s.first[at], group, static_cast<int>(std::max<int64_t>(0, oldest - first_token)));
+    std::fill_n(&s.visible[at], group, static_cast<int>(std::min<int64_t>(TILE, position - first_token + 1)));
   }
   const int64_t at = skip * group;
-  return {&s.q[at * cache.head_dim], &s.acc[at * cache.head_dim], &s.max[at], &s.sum[at],
-          s.first.data(),            s.visible.data(),            num,        args.softcap};
+  return {&s.q[at * cache.head_dim], &s.acc[at * cache.head_dim], &s.max[at],   &s.sum[at], s.first.data(),
+          s.visible.data(),          (end - skip) * group,        args.softcap, whole};
 }
 
 // Packs the tile, then lets all queries see it.

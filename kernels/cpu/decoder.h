@@ -5,9 +5,27 @@
 #include "linear.h"
 
 #include <mutex>
+#include <new>
 #include <vector>
 
 namespace baton {
+
+// Memory that begins with a cache line, so that the outputs of two threads never meet in one.
+template <typename T>
+struct LineAllocator {
+  using value_type = T;
+  static constexpr std::align_val_t LINE{64};
+
+  LineAllocator() = default;
+  template <typename U>
+  LineAllocator(const LineAllocator<U>&) {}
+  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), LINE)); }
+  void deallocate(T* p, size_t) { ::operator delete(p, LINE); }
+  friend bool operator==(const LineAllocator&, const LineAllocator&) { return true; }
+  friend bool operator!=(const LineAllocator&, const LineAllocator&) { return false; }
+};
+template <typename T>
+using Lines = std::vector<T, LineAllocator<T>>;
 
 struct Rope {
   std::vector<float> inverse_frequencies;  // [head_dim / 2]
@@ -75,9 +93,9 @@ class Decoder {
 
   std::mutex one_call_;
   // Scratch, grown to the largest step so far.
-  std::vector<float> x_, qkv_, attended_, gated_, branch_;
-  std::vector<float> cos_, sin_;  // [num_ropes, num_rows, head_dim / 2]
-  std::vector<uint8_t> prepared_;
+  Lines<float> x_, qkv_, attended_, gated_, branch_;
+  Lines<float> cos_, sin_;  // [num_ropes, num_rows, head_dim / 2]
+  Lines<uint8_t> prepared_;
 };
 
 }  // namespace baton

@@ -1,5 +1,6 @@
 #include "threads.h"
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
@@ -8,6 +9,7 @@
 namespace baton {
 namespace {
 
+constexpr int MOST_SHARES = 64;  // more threads than that share shares
 constexpr int SPINS = 2000;  // some 50 us: longer than the gap between two ops of a step, shorter than a time slice
 
 inline void pause() {
@@ -25,22 +27,35 @@ class Team {
     for (; started_ < num_helpers; ++started_) std::thread([this, id = started_] { serve(id); }).detach();
     piece_ = piece;
     context_ = context;
-    num_items_ = num_items;
     wanted_ = num_helpers;
-    next_.store(0);
+    num_shares_ = std::min(num_helpers + 1, MOST_SHARES);
+    for (int s = 0; s < num_shares_; ++s) {
+      shares_[s].next.store(num_items * s / num_shares_, std::memory_order_relaxed);
+      shares_[s].end = num_items * (s + 1) / num_shares_;
+    }
     open_.store(++generation_);  // pairs with the check in `join`: sequentially consistent, both
     if (parked_.load() > 0) {
       { std::lock_guard<std::mutex> lock(mutex_); }
       wake_.notify_all();
     }
-    take();
+    take(0);
     open_.store(0);
     for (int spins = 0; inside_.load() > 0; ++spins) spins < SPINS ? pause() : std::this_thread::yield();
   }
 
  private:
-  void take() {
-    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < num_items_;) piece_(context_, i);
+  // A run of neighbouring pieces for each thread, which then reads memory from front to back; who is done with its own
+  // helps the others.
+  struct alignas(64) Share {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+
+  void take(int thread) {
+    for (int turn = 0; turn < num_shares_; ++turn) {
+      Share& share = shares_[(thread + turn) % num_shares_];
+      for (int64_t i; (i = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end;) piece_(context_, i);
+    }
   }
 
   [[noreturn]] void serve(int id) {
@@ -54,7 +69,7 @@ class Team {
   // closed the door sees it and leaves without a look at them.
   void join(int id, uint64_t generation) {
     inside_.fetch_add(1);
-    if (open_.load() == generation && id < wanted_) take();
+    if (open_.load() == generation && id < wanted_) take(id + 1);
     inside_.fetch_sub(1);
   }
 
@@ -74,15 +89,14 @@ class Team {
 
   std::mutex call_, mutex_;
   std::condition_variable wake_;
-  alignas(64) std::atomic<int64_t> next_{0};
+  Share shares_[MOST_SHARES];
   alignas(64) std::atomic<uint64_t> open_{0};  // number of the call that takes helpers, 0 = none
   alignas(64) std::atomic<int> inside_{0};
   std::atomic<int> parked_{0};
   Piece piece_ = nullptr;
   void* context_ = nullptr;
-  int64_t num_items_ = 0;
   uint64_t generation_ = 0;
-  int wanted_ = 0, started_ = 0;
+  int num_shares_ = 0, wanted_ = 0, started_ = 0;
 };
 
 }  // namespace

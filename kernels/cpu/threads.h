@@ -1,4 +1,5 @@
-// A few threads that take numbered pieces of work from one counter; between calls they spin briefly, then park.
+// A few threads that take numbered pieces of work, each from its own share first; between calls they spin briefly, then
+// park.
 #pragma once
 #include <algorithm>
 #include <cstdint>

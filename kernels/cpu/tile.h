@@ -26,6 +26,7 @@ struct Queries {
   const int* visible;  // [num], where what it may see ends, 1..TILE
   int64_t num;
   float softcap;       // scores become softcap * tanh(score / softcap); 0: they stay
+  bool whole;          // every query sees the whole tile; `first` and `visible` are not looked at
 };
 
 // Where a tile's tokens live in the pool: `row_bytes` each. Rows behind the last token are zeros somewhere.

@@ -94,31 +94,6 @@ void cap_scores(float* score, float cap) {
   }
 }
 
-// Turns scores into weights in place, moves max and sum on; returns what the old accumulator is worth now.
-float softmax_step(float* score, int first, int visible, float* max, float* sum) {
-  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  __m256 s[TILE_VECS], seen[TILE_VECS];
-  __m256 top8 = _mm256_set1_ps(*max);
-  for (int v = 0; v < TILE_VECS; ++v) {
-    const __m256i begun = _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(first - 1 - v * LANES));
-    seen[v] = _mm256_castsi256_ps(
-        _mm256_and_si256(begun, _mm256_cmpgt_epi32(_mm256_set1_epi32(visible - v * LANES), lane)));
-    s[v] = _mm256_loadu_ps(score + v * LANES);
-    top8 = _mm256_max_ps(top8, _mm256_blendv_ps(_mm256_set1_ps(-INFINITY), s[v], seen[v]));
-  }
-  const float top = reduce_max(top8);
-  __m256 total = _mm256_setzero_ps();
-  for (int v = 0; v < TILE_VECS; ++v) {
-    const __m256 w = _mm256_and_ps(exp8(_mm256_sub_ps(s[v], _mm256_set1_ps(top))), seen[v]);
-    total = _mm256_add_ps(total, w);
-    _mm256_storeu_ps(score + v * LANES, w);
-  }
-  const float keep = top == *max ? 1.0f : isinf(*max) ? 0.0f : expf(*max - top);
-  *sum = *sum * keep + reduce_sum(total);
-  *max = top;
-  return keep;
-}
-
 // acc[n][i..i+8*V] = acc * keep[n] + sum over tokens of weight * value, in order of tokens. Tokens that a query may
 // not see have weight 0.
 template <int N, int V>
@@ -179,21 +154,67 @@ inline void add_rows(float* acc, int64_t head_dim, const float* keep, const floa
 
 // Which of the tile's tokens N queries see, all together.
 struct Range {
-  int first = TILE, end = 0;
+  int first, end;
 };
 
-// Scores of N queries to weights; moves max and sum on, and tells what the old accumulators are worth now.
-template <int N>
-Range weigh(const Queries& qs, int64_t at, float* score, float* keep) {
-  Range range;
+// Scores of N queries to weights, in place; moves max and sum on, and tells what the old accumulators are worth now.
+// e^(s - max) is taken as 2^(s * log2 e - top) with one rounding; all that is left of max's own is in `top`, and the same
+// `top` says what older sums are worth. `WHOLE`: every query sees the whole tile.
+template <int N, bool WHOLE>
+Range weigh_some(const Queries& qs, int64_t at, float* score, float* keep) {
+  static_assert(N <= LANES, "one vector holds what the old accumulators are worth");
+  constexpr float LOG2_E = 1.44269504f;
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  Range range = {WHOLE ? 0 : TILE, WHOLE ? TILE : 0};
+  __m256 seen[N][TILE_VECS];
+  alignas(32) float moved[LANES] = {0}, top[N];
+#pragma GCC unroll 8
   for (int n = 0; n < N; ++n) {
-    const int from = qs.first[at + n], to = qs.visible[at + n];
-    if (qs.softcap > 0.0f) cap_scores(score + n * TILE, qs.softcap);
-    keep[n] = softmax_step(score + n * TILE, from, to, qs.max + at + n, qs.sum + at + n);
-    range.first = from < range.first ? from : range.first;
-    range.end = to > range.end ? to : range.end;
+    float& max = qs.max[at + n];
+    if (!WHOLE) {
+      const int first = qs.first[at + n], end = qs.visible[at + n];
+      range.first = first < range.first ? first : range.first;
+      range.end = end > range.end ? end : range.end;
+      for (int v = 0; v < TILE_VECS; ++v)
+        seen[n][v] = _mm256_castsi256_ps(
+            _mm256_and_si256(_mm256_cmpgt_epi32(lane, _mm256_set1_epi32(first - 1 - v * LANES)),
+                             _mm256_cmpgt_epi32(_mm256_set1_epi32(end - v * LANES), lane)));
+    }
+    __m256 most = _mm256_set1_ps(max);
+#pragma GCC unroll 8
+    for (int v = 0; v < TILE_VECS; ++v) {
+      const __m256 s = _mm256_loadu_ps(score + n * TILE + v * LANES);
+      most = _mm256_max_ps(most, WHOLE ? s : _mm256_blendv_ps(_mm256_set1_ps(-INFINITY), s, seen[n][v]));
+    }
+    const float before = max * LOG2_E;
+    max = reduce_max(most);
+    top[n] = max * LOG2_E;
+    moved[n] = before - top[n];
+  }
+  _mm256_store_ps(moved, exp2_8(_mm256_load_ps(moved)));
+#pragma GCC unroll 8
+  for (int n = 0; n < N; ++n) {
+    __m256 total = _mm256_setzero_ps();
+#pragma GCC unroll 8
+    for (int v = 0; v < TILE_VECS; ++v) {
+      float* part = score + n * TILE + v * LANES;
+      __m256 weight =
+          exp2_8(_mm256_fmsub_ps(_mm256_loadu_ps(part), _mm256_set1_ps(LOG2_E), _mm256_set1_ps(top[n])));
+      if (!WHOLE) weight = _mm256_and_ps(weight, seen[n][v]);
+      total = _mm256_add_ps(total, weight);
+      _mm256_storeu_ps(part, weight);
+    }
+    keep[n] = moved[n];
+    qs.sum[at + n] = qs.sum[at + n] * keep[n] + reduce_sum(total);
   }
   return range;
+}
+
+template <int N>
+Range weigh(const Queries& qs, int64_t at, float* score, float* keep) {
+  if (qs.softcap > 0.0f)
+    for (int n = 0; n < N; ++n) cap_scores(score + n * TILE, qs.softcap);
+  return qs.whole ? weigh_some<N, true>(qs, at, score, keep) : weigh_some<N, false>(qs, at, score, keep);
 }
 
 template <int N>

@@ -74,7 +74,7 @@ void attend(const Queries& qs, const float* keys, const float* const* values, in
   for (int64_t n = 0; n < qs.num; ++n) {
     const float* q = qs.q + n * head_dim;
     float* acc = qs.acc + n * head_dim;
-    const int first = qs.first[n], visible = qs.visible[n];
+    const int first = qs.whole ? 0 : qs.first[n], visible = qs.whole ? TILE : qs.visible[n];
     float score[TILE] = {0};
     for (int64_t i = 0; i < head_dim; ++i)
       for (int t = 0; t < TILE; ++t) score[t] += q[i] * keys[i * TILE + t];

@@ -47,6 +47,8 @@ class Region:
         try:
             os.ftruncate(fd, num_bytes)
             memory = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            with contextlib.suppress(OSError, AttributeError):  # where the system allows it: `shmem_enabled`
+                memory.madvise(mmap.MADV_HUGEPAGE)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             with contextlib.suppress(OSError):  # an old kernel: the other seals still hold
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)

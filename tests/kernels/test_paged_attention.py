@@ -106,6 +106,19 @@ def test_large_scores_do_not_overflow(attend):
     torch.testing.assert_close(run(attend, batch), expected(batch, SCALE), rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("token", [0, 40, 99])
+def test_a_key_that_is_not_a_number_is_not_overlooked(attend, token, rows):
+    """A NaN among a row's keys makes the row NaN, wherever it stands in its tile; rows before it are right."""
+    batch = make_batch([100], [rows])
+    batch.keys[0][token, :, 3] = torch.nan
+    fill(batch, reference.store_kv)
+    seen = torch.arange(100 - rows, 100) >= token
+    out = run(attend, batch)
+    assert out[seen].isnan().all()
+    torch.testing.assert_close(out[~seen], expected(batch, SCALE)[~seen], rtol=2e-5, atol=5e-6)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_row_has_the_same_bits_alone_chunked_and_in_company(data):
