@@ -75,7 +75,7 @@ def draw(
     leavers: float = 0.1,
     queued: float = 0.15,
     crowd: float | None = None,
-    several: float = 0.05,
+    several: float = 0.025,
 ) -> Plan:
     """The plan of a seed.
 
