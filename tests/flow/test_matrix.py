@@ -28,7 +28,7 @@ PAIRWISE = [
     ("2P2D", "tcp", 32),
 ]
 """Every pair of values that can make a difference occurs (nothing is transferred where all is aggregated, and
-test_readme.py asks such a stack with large chunks); both prefix cases run in each stack, one after the other."""
+test_readme.py asks such a stack with larger chunks); both prefix cases run in each stack, one after the other."""
 FULL = [c for c in product(TOPOLOGIES, ("shm", "tcp"), (32, 512)) if c not in PAIRWISE]
 SUFFIX = " Then, without any warning at all, the whole story took a turn that nobody in the village had foreseen:"
 
