@@ -22,6 +22,9 @@ M = TypeVar("M")
 T = TypeVar("T")
 FIELD = b"m"
 """Field name of an item; one entry may hold several."""
+LOOK_AGAIN_S = 1.0
+"""A reader begins at the start of its streams so often: one that was lost and made anew under a clock that is behind
+has ids before those that the reader has seen. What is found again there is what the reader has not deleted yet."""
 
 
 @dataclass(frozen=True)
@@ -112,19 +115,11 @@ class RedisReader:
         self._link, self._clock = link, clock
         self._channels = {channel.key.encode(): channel for channel in channels}
         self._last = dict.fromkeys(self._channels, b"0-0")
-        self._outages = link.outages
+        self._outages, self._began_at = link.outages, clock.now()  # at the last look from the start
         self._given: set[tuple[bytes, bytes]] = set()  # (key, id) of what was given out and is not acked
 
     async def next(self, timeout_s: float | None = None) -> list[Delivery]:
-        def command(block_ms: int) -> list[Any]:
-            if self._outages != self._link.outages:
-                # An empty Redis may have taken over whose clock is behind: its ids would lie before ours, unread. If it
-                # is the old one, there is nothing but what was given out.
-                self._outages = self._link.outages
-                self._last = dict.fromkeys(self._last, b"0-0")
-            return ["XREAD", "COUNT", 256, "BLOCK", block_ms, "STREAMS", *self._last, *self._last.values()]
-
-        reply = await blocking(self._link, self._clock, command, timeout_s)
+        reply = await blocking(self._link, self._clock, self._command, timeout_s)
         found = dict(reply)
         out: list[Delivery] = []
         for key, channel in self._channels.items():
@@ -134,6 +129,16 @@ class RedisReader:
                     self._given.add((key, entry_id))
                     out.append(decode_entry(channel, entry_id, fields[1::2]))
         return out if out or not reply else await self.next(timeout_s)
+
+    def _command(self, block_ms: int) -> list[Any]:
+        """The read to send now. An outage is a sign that the streams may be others, but not a sure one: a process that
+        stood still, or was between two commands, finds the next connection open."""
+        now = self._clock.now()
+        if self._outages != self._link.outages or now - self._began_at >= LOOK_AGAIN_S:
+            self._outages, self._began_at = self._link.outages, now
+            self._last = dict.fromkeys(self._last, b"0-0")
+        block_ms = max(1, min(block_ms, int(1000 * (self._began_at + LOOK_AGAIN_S - now))))
+        return ["XREAD", "COUNT", 256, "BLOCK", block_ms, "STREAMS", *self._last, *self._last.values()]
 
     async def ack(self, deliveries: Sequence[Delivery]) -> None:
         by_key: dict[str, list[bytes]] = {}
@@ -203,8 +208,8 @@ async def blocking(
     deadline = None if timeout_s is None else clock.now() + timeout_s
     while True:
         left = MAX_BLOCK_S if deadline is None else min(MAX_BLOCK_S, deadline - clock.now())
-        args = command(max(1, int(left * 1000)))
-        reply = await link.call(lambda a=args: link.client.execute_command(*a))
+        block_ms = max(1, int(left * 1000))
+        reply = await link.call(lambda ms=block_ms: link.client.execute_command(*command(ms)))  # each try anew
         if reply:
             return reply
         if deadline is not None and clock.now() >= deadline:

@@ -274,13 +274,20 @@ class Leases:
         phase: Literal["prefill", "decode"],
         lease_s: float,
         prefill: Incarnation | None = None,
+        *,
+        in_vain: bool = False,
     ) -> Holding:
         """Take the lease, with the whole lease period before it.
 
         :param prefill: for decode, the worker that holds the lease until now.
+        :param in_vain: what prefill computes is not wanted any more, and it is told.
         """
-        keys = [self._keys.request(fence.request_id), self._keys.leases(), self._keys.held(prefill or NOBODY)]
+        other = prefill or NOBODY
+        keys = [self._keys.request(fence.request_id), self._keys.leases(), self._keys.held(other)]
+        keys.append(self._keys.control(other).key)
+        message = Cancel(request_id=fence.request_id, epoch=fence.epoch, reason="decode computes the prompt")
         args = [fence.request_id, fence.epoch, fence.attempt, holder, phase, int(lease_s * 1000)]
+        args += [encode(message) if in_vain and prefill else b"", CONTROL_MS]
         return _HOLDINGS[await self._scripts.run("accept", keys, args)]
 
     async def renew(self, holder: Incarnation, fences: Sequence[Fence], lease_s: float) -> list[Holding]:

@@ -7,7 +7,8 @@ account: whoever may submit is trusted to say so).
 waiting   in the stream, or pending with a gateway that is gone
 open      a gateway owns it: it alone may write the result, and it says now and then that it lives
 done      the end is in the result, the entry is acknowledged; id and result stay for the TTL
-Whoever takes over an open one (`open`) fences the owner before it: every write checks the owner.
+Whoever takes over an open one (`open`) fences the owner before it: every write checks the owner. And the entry, since
+Redis may have lost one and been given another under the same id, which the same gateway has as well.
 """
 
 import re
@@ -210,20 +211,21 @@ class Submissions:
                 encode(Cancel(request_id=request_id, epoch=epoch, reason="another gateway goes on")),
             )
             args = [self._owner, request_id, epoch, prefill, decode, _text(gw), *messages, nonce, CONTROL_MS]
+            args.append(s.entry)
             answer = await self._scripts.run("submit_adopt", keys, args)
             if answer != b"moved":
                 return answer.decode()
 
     async def write(self, s: Submission, items: Sequence[ResultItem]) -> WriteAnswer:
-        """Append to the result. `lost`: another gateway owns the submission; `gap`: open it again."""
-        args: list[Arg] = [self._owner, self._ttl_ms, s.id]
+        """Append to the result. `lost`: another gateway or entry owns the submission; `gap`: open it again."""
+        args: list[Arg] = [self._owner, self._ttl_ms, s.id, s.entry]
         for item in items:
             tokens = "[" + ",".join(map(str, item.token_ids)) + "]"
             args += (item.choice, item.offset, len(item.token_ids), item.chars, tokens, item.text)
         return _WRITTEN[await self._scripts.run("result_add", self._result_keys(s), args)]
 
     async def end(self, s: Submission, end: End) -> bool:
-        """Write the end and acknowledge the entry. False: another gateway owns the submission."""
+        """Write the end and acknowledge the entry. False: another gateway or entry owns the submission."""
         sub, result, *reply = self._result_keys(s)
         keys = [sub, result, self._keys.submit(), self._keys.dead(), *reply]
         letter: list[Arg] = [part for pair in s.raw for part in pair]

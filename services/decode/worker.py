@@ -272,8 +272,9 @@ class DecodeWorker:
         self._stop_unwanted(job)
 
     async def _run_here(self, job: Job) -> None:
-        """Compute the prompt on this worker."""
-        if await self._prepare(job) and await self._accept(job):
+        """Compute the prompt on this worker. Where another was to, it may have it in its queue still, and we no way to
+        it but the cell."""
+        if await self._prepare(job) and await self._accept(job, in_vain=True):
             job.phase = Phase.RUNNING
             for spec in self._specs_here(job):
                 self._engine.add(spec)
@@ -288,10 +289,12 @@ class DecodeWorker:
                 self._fail(job, str(exc))
         return job.seq_id in self._jobs
 
-    async def _accept(self, job: Job) -> bool:
+    async def _accept(self, job: Job, *, in_vain: bool = False) -> bool:
         if job.seq_id not in self._jobs:
             return False
-        answer = await self._leases.accept(job.fence, self._incarnation, "decode", self._lease_s, job.prefill)
+        answer = await self._leases.accept(
+            job.fence, self._incarnation, "decode", self._lease_s, job.prefill, in_vain=in_vain
+        )
         if job.seq_id not in self._jobs:
             return False
         job.held = answer == "held"

@@ -1,11 +1,11 @@
 -- Tokens and text of a submission go out, each index once, and only from its owner.
--- KEYS: sub result [reply]      ARGV: owner ttl_ms id (choice offset count chars tokens text)...   (chars: out after it)
--- 1 = out, 0 = another gateway has the submission, -1 = not where the last item ended. Repeatable: what is out is skipped.
-local s = redis.call('HMGET', KEYS[1], 'owner', 'state', 'total', 'seq')
-if s[1] ~= ARGV[1] or s[2] ~= 'open' then return 0 end
+-- KEYS: sub result [reply]      ARGV: owner ttl_ms id entry (choice offset count chars tokens text)...   (chars: with it)
+-- 1 = out, 0 = another gateway or entry has it, -1 = not where the last item ended. Repeatable: what is out is skipped.
+local s = redis.call('HMGET', KEYS[1], 'owner', 'state', 'total', 'seq', 'entry')
+if s[1] ~= ARGV[1] or s[2] ~= 'open' or s[5] ~= ARGV[4] then return 0 end
 redis.call('XDEL', KEYS[2], '0-0')  -- frees first: see scripts.py
 local total, seq = tonumber(s[3]), tonumber(s[4])
-for a = 4, #ARGV, 6 do
+for a = 5, #ARGV, 6 do
   local n, c = 'n:' .. ARGV[a], 'c:' .. ARGV[a]
   local out = redis.call('HMGET', KEYS[1], n, c)
   local tokens, chars = tonumber(out[1] or '0'), tonumber(out[2] or '0')

@@ -1,10 +1,10 @@
 -- A submission's owner goes on with a request that was admitted before, by itself or by a gateway that is gone:
 -- the next epoch, events to the owner's stream from the token log on; or, where it has ended, its end once more.
 -- KEYS: sub req queued leases tokens sched log control_p control_d held_p open open_before
--- ARGV: owner id epoch prefill decode gateway body admitted_msg cancel_msg nonce control_ms   (epoch ... gateway as last read)
--- 'unknown' = never admitted, or forgotten; 'moved' = look again; 'lost' = another gateway's. Repeatable by its nonce.
-local s = redis.call('HMGET', KEYS[1], 'owner', 'state')
-if s[1] ~= ARGV[1] or s[2] ~= 'open' then return 'lost' end
+-- ARGV: owner id epoch prefill decode gateway body admitted_msg cancel_msg nonce control_ms entry   (epoch.. as last read)
+-- 'unknown' = never admitted, or forgotten; 'moved' = look again; 'lost' = another's, gateway or entry. Repeatable by nonce.
+local s = redis.call('HMGET', KEYS[1], 'owner', 'state', 'entry')
+if s[1] ~= ARGV[1] or s[2] ~= 'open' or s[3] ~= ARGV[12] then return 'lost' end
 local r = redis.call('HMGET', KEYS[2], 'st', 'ep', 'pw', 'dw', 'fin', 'nonce', 'gw')
 if not r[1] then return 'unknown' end
 if r[6] == ARGV[10] then return 'adopted' end

@@ -1,9 +1,9 @@
 -- The end of a submission: last entry of its result, acknowledgement and, if it failed for good, the dead letter.
 -- KEYS: sub result submit dead [reply]
 -- ARGV: owner group entry ttl_ms id status kind answer reason max_dead (name value)...   (reason '' = no dead letter)
--- 1 = ended, 0 = another gateway has it. Repeatable: the second call writes nothing.
-local s = redis.call('HMGET', KEYS[1], 'owner', 'state', 'total', 'seq')
-if s[1] ~= ARGV[1] then return 0 end
+-- 1 = ended, 0 = another gateway or entry has it. Repeatable: the second call writes nothing.
+local s = redis.call('HMGET', KEYS[1], 'owner', 'state', 'total', 'seq', 'entry')
+if s[1] ~= ARGV[1] or s[5] ~= ARGV[3] then return 0 end
 if s[2] == 'done' then return 1 end
 local item = {'status', ARGV[6], ARGV[7], ARGV[8]}
 redis.call('XACK', KEYS[3], ARGV[2], ARGV[3])  -- frees first: see scripts.py

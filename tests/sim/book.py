@@ -128,6 +128,8 @@ class Book:
                 record.state, record.holder = phase, holder
                 record.deadline_ms = self._store.now_ms() + int(args[5])
         self._expect(answer == want, f"accept of {request_id}/{epoch} by {holder}: {answer}, expected {want}")
+        if want == 1 and args[6] and record is not None:
+            self._expect_told(record.prefill, request_id, epoch)
         self._compare(request_id)
 
     def _after_renew(self, keys: list[str], args: list[Any], answers: list[int]) -> None:

@@ -63,9 +63,9 @@ class HintBook:
 
     # --- what is done ---
 
-    def work_seen(self, life: Life, item: PlanItem, request_id: str, step: int) -> None:
+    def work_seen(self, life: Life, item: PlanItem, step: int) -> None:
         """A seq is in a step: nobody may have told this worker, or should have long ago, that it is in vain."""
-        if request_id not in self._of_interest:
+        if item.seq_id.partition("/")[0] not in self._of_interest:
             return
         leader = item.seq_id.rpartition("/")[0] + "/0"
         num_choices = item.sample.num_choices if item.sample is not None else 1
@@ -99,12 +99,12 @@ class HintBook:
             return False
         judge, call = world.judge, self._calls[request_id]
         gateway = judge.gateway_of(call)
-        if not call.is_open or life.is_blind or gateway.is_blind or world.redis.is_troubled:
+        if not call.is_open or life.is_blind or gateway.is_blind:
             return False
         troubled_at = max(life.disturbed_at, gateway.disturbed_at, judge.disturbed_at)
         # Whoever had trouble may have missed a hint, and so may a worker whose attempt had only just begun.
         patience_s = 0.0 if troubled_at < said_at - RETELL_S and "/1/" in seq_id else RETELL_S
-        waits_s = patience_s + TELL_S + call.ask.reads_every + judge.step_s(life)
+        waits_s = patience_s + TELL_S + call.ask.reads_every + life.step_s()
         return world.clock.now() - max(said_at, troubled_at) > waits_s
 
     def forget(self) -> None:

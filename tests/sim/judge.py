@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from services.engine.types import PlanItem
 from services.transfer import Offer
 from shared.ids import BlockId, RequestId
+from shared.keys import NOBODY
 from shared.messages import ReleaseAnswer, Tokens, encode
 from shared.roster import MISSED_GREETINGS
 from tests.sim.book import Book
@@ -48,7 +50,9 @@ class Judge:
         self._exhausted: set[str] = set()  # requests that ended because no attempt was left
         self._calls: dict[str, list[Call]] = {}
         self._gateways: dict[str, Life] = {}
-        self.disturbed_at = 0.0
+        self._disturbed_at = 0.0
+        self._num_disturbances = 0  # under way
+        self.jumped_at = 0.0  # Redis' clock was set
         self._troubles: list[tuple[float, float]] = []
         self.num_ghosts = 0
         self._untold: dict[str, int] = {}  # worker -> looks in a row at which it was idle and had not told all
@@ -92,6 +96,8 @@ class Judge:
             self._adopted(str(args[1]), int(args[2]))
         if name == "requeue":
             self._count_attempts(str(args[0]), answer)
+        if name == "accept" and answer == 1:
+            self._check_thrift(keys, args)
         if name == "admit" and answer == b"admitted":
             self._check_bound(int(args[3]))
         if name in ("bury", "bury_gateway") and answer is not None:
@@ -99,11 +105,20 @@ class Judge:
         for place in CREDITED.get(name, ()):
             self._check_credit(keys[place].encode())
 
-    def disturb(self, seconds: float) -> None:
-        """Nobody could count on Redis until now; retries are up to half a second apart."""
+    @contextmanager
+    def disturbance(self, seconds: float) -> Iterator[None]:
+        """Nobody can count on Redis meanwhile; retries are up to half a second apart."""
+        self._num_disturbances += 1
+        yield
+        self._num_disturbances -= 1
         now = self._world.clock.now()
-        self.disturbed_at = now + 1.0
+        self._disturbed_at = now + 1.0
         self._troubles.append((now - seconds, now + 0.5))
+
+    @property
+    def disturbed_at(self) -> float:
+        """Until when nobody could count on Redis, as far as is known by now."""
+        return self._world.clock.now() if self._num_disturbances else self._disturbed_at
 
     def wiped(self) -> None:
         """Redis has lost everything: what it said before counts no more."""
@@ -136,13 +151,14 @@ class Judge:
 
     def haunt(self) -> None:
         """The streams of the gateways say their last word again, and a late word of an old epoch, wrong in itself. No
-        script does either; the gateway must not believe it all the same."""
+        script does either; the gateway must not believe it all the same. Of a request that is over it need not know the
+        epoch: when it was buried, the marker went with its stream."""
         store = self._world.redis.store
         for value in [v for k, v in store.data.items() if b":tokens:" in k and v.ids]:
             echo = value.entries[value.ids[-1]]
             value.add(store.now_ms(), echo)
         for key, value in list(store.data.items()):
-            if b":req:" not in key or value.get(b"st") == b"done" or int(value.get(b"ep", 1)) < 2:
+            if b":req:" not in key or value.get(b"st") in (b"done", b"cancelled") or int(value.get(b"ep", 1)) < 2:
                 continue
             request_id, epoch = key.rsplit(b":", 1)[1].decode(), int(value[b"ep"]) - 1
             num = store.run(b"STRLEN", key.replace(b":req:", b":log:") + b":0") // 4
@@ -152,6 +168,13 @@ class Judge:
                 store.run(b"XADD", stream, b"*", b"m", encode(ghost))
                 self.num_ghosts += 1
             self.hints.haunt(RequestId(request_id), value)
+
+    def _check_thrift(self, keys: list, args: list) -> None:
+        """Decode goes on with prefill's blocks, or tells it in the same breath that nobody wants them."""
+        request_id, epoch, holder, phase = str(args[0]), int(args[1]), str(args[3]), args[4]
+        is_alone = phase == "prefill" or keys[2] == self._world.keys.held(NOBODY)
+        if not is_alone and not args[6] and (holder, request_id, epoch) not in self._held:
+            self._world.violate(f"{holder} computes {request_id}/{epoch} itself, and prefill does not hear of it")
 
     # --- transfers ---
 
@@ -203,7 +226,7 @@ class Judge:
             return False
         now, reaper = life.clock.now(), life.scheduler.reaper
         ahead = now - world.clock.now()  # its own clock is another one
-        disturbed_at = max(life.disturbed_at, self.disturbed_at) + ahead
+        disturbed_at = max(life.disturbed_at, self.disturbed_at, self.jumped_at) + ahead
         quiet_since = max(reaper._quiet_since, life.link.last_outage or 0.0, disturbed_at)
         in_time = now - reaper.last_look < 1.0 and not world.redis.down
         return in_time and now - quiet_since > world.settings.lease.lease_s + for_s
@@ -218,21 +241,15 @@ class Judge:
             if score < deadline_ms:
                 world.violate(f"the lease of {member.decode()} is over by {deadline_ms - score + 1500:.0f} ms")
 
-    def step_s(self, life: Life) -> float:
-        """So long a step of that worker may take just now."""
-        slowness = life.slow_steps if self._world.clock.now() <= life.slow_steps_until + 0.01 else life.slowness
-        return 0.1 * slowness * self._world.plan.pace
-
-    def work_seen(self, life: Life, item: PlanItem, step: int) -> None:
+    def work_seen(self, life: Life, seq_id: str, step: int) -> None:
         """A seq is in a step: nobody may have told this worker, or anybody long ago, that it is cancelled."""
-        seq_id = item.seq_id
         request_id, epoch, _ = seq_id.split("/")
-        self.hints.work_seen(life, item, request_id, step)
         told = self._heard.get((life.incarnation, RequestId(request_id)))
         if told is not None and int(epoch) <= told[0] and step > told[1] + 1:
             self._world.violate(f"{life.incarnation} works on {seq_id}, whose cancel it heard before")
-        now, blind_until = self._world.clock.now(), max(life.disturbed_at, self.disturbed_at)
-        grace_s = GRACE_S + self.step_s(life)
+        now = self._world.clock.now()
+        blind_until = now if life.is_blind else max(life.disturbed_at, self.disturbed_at)
+        grace_s = GRACE_S + life.step_s()
         last_epoch, since = self._over.get(request_id, (0, now))
         if int(epoch) <= last_epoch and now - max(since, blind_until) > grace_s:
             self._world.violate(f"{life.incarnation} works on {seq_id}, over {now - since:.2f} s ago")

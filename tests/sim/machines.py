@@ -92,6 +92,11 @@ class Life:
         """It cannot hear or act just now."""
         return self.proc.frozen or self.client.partitioned
 
+    def step_s(self) -> float:
+        """So long a step may take just now."""
+        is_late = self.world.clock.now() <= self.slow_steps_until + 0.01
+        return 0.1 * (self.slow_steps if is_late else self.slowness) * self.world.plan.pace
+
     def wake(self, now: float, blind_s: float) -> None:
         """It can hear and act again."""
         self.disturbed_at = now
@@ -143,7 +148,8 @@ class WatchedRunner:
         if life.client.severed:
             raise RuntimeError("the process is dead")
         for item in plan.items:
-            world.judge.work_seen(life, item, plan.step)
+            world.judge.work_seen(life, item.seq_id, plan.step)
+            world.judge.hints.work_seen(life, item, plan.step)
         if world.should_fail_step():
             raise RuntimeError("injected")
         try:

@@ -15,6 +15,7 @@ from services.scheduler.reaper import Reaper
 from services.transfer.fetch import Fetch
 from services.transfer.landing import Ticket
 from services.transfer.offers import OfferBook
+from shared import bus
 from shared.bus import RedisReader
 from shared.leases import Leases
 from shared.roster import Roster
@@ -24,6 +25,7 @@ from tests.sim.mutants_of_choices import OF_CHOICES
 from tests.sim.mutants_of_the_queue import OF_THE_QUEUE
 from tests.sim.wrong import (
     accept_any_epoch,
+    accept_in_silence,
     accept_repeats,
     always_held,
     apply_over_gaps,
@@ -37,8 +39,8 @@ from tests.sim.wrong import (
     heartbeat_always,
     ignore,
     load_without_log,
-    next_from_where_it_was,
     no_full_refund,
+    read_from_where_it_was,
     release_unconfirmed,
     stale_without_refund,
     state_of_now,
@@ -99,6 +101,13 @@ MUTANTS: tuple[Mutant, ...] = (
         NAPS,
     ),
     lua(
+        "accept leaves prefill at work in vain",
+        "accept",
+        "redis.call('XADD', KEYS[4], '*', 'm', ARGV[7])",
+        "",
+        ("cut", "cut", "slow"),
+    ),
+    lua(
         "accept lets prefill take the lease back", "accept", "if r[1] == 'decode' and ARGV[5] == 'prefill'", "if false"
     ),
     lua(
@@ -145,11 +154,19 @@ MUTANTS: tuple[Mutant, ...] = (
     python(
         "a reader goes on where it was",
         RedisReader,
-        "next",
-        next_from_where_it_was,
+        "_command",
+        read_from_where_it_was,
         ("wipe", "jump", "jump"),
         every_s=0.2,
     ),
+    Mutant(
+        "a reader looks back after outages alone",
+        ("setback", "stupor", "wipe"),
+        patches=((bus, "LOOK_AGAIN_S", 1e9),),
+        every_s=0.3,
+        sizes=(("num_gateways", 1),),
+    ),
+    python("decode computes alone in silence", Leases, "accept", accept_in_silence, ("cut", "cut", "slow")),
     python("a task's state is that of now", WorkerLink, "_state_of", state_of_now, ("bad_steps", "doze"), queued=0.0),
     python("the buried go on", Roster, "heartbeat", heartbeat_always, ("freeze", "partition")),
     python("leases are renewed without progress", WorkerLink, "_is_stuck", lambda self, progress: False, ("hang",)),

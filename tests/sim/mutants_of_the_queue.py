@@ -33,9 +33,19 @@ OF_THE_QUEUE: tuple[Mutant, ...] = (
     lua(
         "two gateways write one result",
         "result_add",
-        "if s[1] ~= ARGV[1] or s[2] ~= 'open' then",
-        "if s[2] ~= 'open' then",
+        "if s[1] ~= ARGV[1] or s[2] ~= 'open' or",
+        "if s[2] ~= 'open' or",
         GATEWAYS,
+    ),
+    lua(
+        "what was lost goes on in another's result",
+        "result_add",
+        " or s[5] ~= ARGV[4] then",
+        " then",
+        ("wipe",),
+        every_s=0.3,
+        queued=0.8,
+        sizes=(("num_gateways", 1),),
     ),
     lua(
         "what is out is not written down",
@@ -93,8 +103,8 @@ OF_THE_QUEUE: tuple[Mutant, ...] = (
     lua(
         "anybody ends a submission",
         "submit_end",
-        "if s[1] ~= ARGV[1] then return 0 end",
-        "",
+        "if s[1] ~= ARGV[1] or s[5] ~= ARGV[3] then return 0 end",
+        "if s[5] ~= ARGV[3] then return 0 end",
         ("last_word",),
         queued=0.8,
     ),

@@ -161,6 +161,8 @@ def _fault(rng: Random, at: float, slots: list[str], kinds: Sequence[str]) -> Fa
             return Fault(at, "freeze", rng.choice(("gateway-0", "gateway-1")), rng.choice((2.2, 3.0)))
         case "doze":
             return Fault(at, "freeze", rng.choice([slot for slot in workers if slot.startswith("decode")]), 0.3)
+        case "setback":
+            return Fault(at, "jump", "", 0.0, rng.choice((-3.0, -10.0)))
         case "island":  # cut off for long enough to be given up, then heard of again
             return Fault(at, "partition", rng.choice(workers), rng.choice((1.6, 2.4)))
         case "partition":

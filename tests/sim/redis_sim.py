@@ -91,11 +91,6 @@ class SimRedis:
         self._blocked: dict[bytes, dict[Reply, Blocked]] = {}  # by the keys that they wait for
         self._open: dict[Reply, None] = {}
 
-    @property
-    def is_troubled(self) -> bool:
-        """Nobody can count on it just now."""
-        return self.down or self.network.lose_reply_p > 0
-
     # --- faults ---
 
     def stop(self) -> None:

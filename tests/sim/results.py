@@ -28,7 +28,6 @@ class ResultBook:
         self._endings: dict[str, anyio.Event] = {}
         self._owners: dict[str, str] = {}
         self.entries: dict[str, str] = {}  # request -> id of the submission
-        self.jumped_at = 0.0
         self.num_dead = 0
         self.num_adopted = 0
 
@@ -83,7 +82,7 @@ class ResultBook:
         world = self._world
         if not life.is_alive or life.stopping.is_set() or life.is_blind:
             return False
-        disturbed = max(life.disturbed_at, world.judge.disturbed_at, self.jumped_at)
+        disturbed = max(life.disturbed_at, world.judge.disturbed_at, world.judge.jumped_at)
         return world.clock.now() - disturbed > world.settings.gateway.submission_lease_s
 
     def _check_owner(self, submission: str, writer: str) -> None:

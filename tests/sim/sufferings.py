@@ -61,15 +61,15 @@ class Sufferings:
 
     async def _suffer_redis_down(self, fault: Fault, life: Life | None) -> None:
         self._world.redis.stop()
-        await self._world.clock.sleep(fault.seconds)
-        self._world.judge.disturb(fault.seconds)
+        with self._world.judge.disturbance(fault.seconds):
+            await self._world.clock.sleep(fault.seconds)
         self._world.redis.start()
 
     async def _suffer_lost_replies(self, fault: Fault, life: Life | None) -> None:
         self._world.redis.network.lose_reply_p = fault.amount
-        await self._world.clock.sleep(fault.seconds)
+        with self._world.judge.disturbance(fault.seconds):
+            await self._world.clock.sleep(fault.seconds)
         self._world.redis.network.lose_reply_p = 0.0
-        self._world.judge.disturb(fault.seconds)
 
     async def _suffer_cut(self, fault: Fault, life: Life | None) -> None:
         if life is not None:
@@ -129,7 +129,7 @@ class Sufferings:
         if fault.amount < 0:
             self.struck["jump back"] += 1
         self._world.redis.time_jump += fault.amount
-        self._world.judge.results.jumped_at = self._world.clock.now()
+        self._world.judge.jumped_at = self._world.clock.now()
 
     async def _suffer_skew(self, fault: Fault, life: Life | None) -> None:
         if life is not None and life.is_alive:

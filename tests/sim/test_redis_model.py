@@ -200,7 +200,10 @@ _SCRIPT_ARGS: dict[str, tuple[list[str], list[Any]]] = {
         ],
         ["r", "?", "a", "1", "d", 4, b"task", "-", b""],
     ),
-    "accept": ([R, "{t}:leases", "{t}:held:-"], ["r", "?", "a", "d", "decode", -10]),
+    "accept": (
+        [R, "{t}:leases", "{t}:held:-", "{t}:control:p"],
+        ["r", "?", "a", "d", "decode", -10, b"m9", 600_000],
+    ),
     "renew": (["{t}:leases", R], ["d", 2000, "r", "?", "a"]),
     "emit": ([GW, R, "{t}:log:r:0"], ["?", "a", 0, b"\x07\0\0\0\x08\0\0\0", b"m4"]),
     "complete": (
@@ -234,7 +237,7 @@ _SCRIPT_ARGS |= {
     "submit_renew": ([SUBMIT, SUB, RESULT], ["g", "gateways", 0, 60000, "?-1"]),
     "result_add": (
         [SUB, RESULT, "{t}:replies:x"],
-        ["g", 60000, "s", 0, 0, 2, 3, "[7,8]", "7 8", 0, 2, "?", 5, "[9]", " 9"],
+        ["g", 60000, "s", "?-1", 0, 0, 2, 3, "[7,8]", "7 8", 0, 2, "?", 5, "[9]", " 9"],
     ),
     "submit_end": (
         [SUB, RESULT, SUBMIT, DEAD, "{t}:replies:x"],
@@ -245,7 +248,7 @@ _SCRIPT_ARGS |= {
             *(SUB, R, "{t}:queued", "{t}:leases", GW, S, "{t}:log:r:0", "{t}:control:-", "{t}:control:d"),
             *("{t}:held:-", "{t}:open:g", "{t}:open:g"),
         ],
-        ["g", "r", "?", "-", "d", "g", b"body", b"m17", b"m18", "nonce?", 600000],
+        ["g", "r", "?", "-", "d", "g", b"body", b"m17", b"m18", "nonce?", 600000, "?-1"],
     ),
     "submit_retry": ([SUBMIT, DEAD, SUB, RESULT], ["1-1", "id", "s"]),
 }

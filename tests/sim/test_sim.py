@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from shared.ids import Incarnation, RequestId
 from tests.sim.background import REQUESTS, SEEDS
 from tests.sim.loop import VirtualLoop
-from tests.sim.plan import EVERY_KIND, draw
+from tests.sim.plan import EVERY_KIND, Fault, draw
 from tests.sim.pool import Job, processes, run_cancels
 from tests.sim.runner import Report, run
 from tests.sim.shrink import describe, shrink
+from tests.sim.world import World
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -62,6 +64,33 @@ def test_a_seed_is_the_same_each_time(seed: int) -> None:
     plan = draw(seed, 60, every_s=0.3)
     first, second = run(plan), run(plan)
     assert first == second
+
+
+@pytest.mark.parametrize("at", [3.99, 4.49, 4.97])
+def test_a_clock_set_forward_is_no_fault_of_the_reapers(at: float) -> None:
+    """Leases that end at once are not overdue before it may reap; whoever looks just then must know that."""
+    plan = replace(draw(3, 60, kinds=(), pace=10), faults=(Fault(at, "jump", "", 0.0, 20.0),))
+    assert not run(plan).violations
+
+
+@pytest.mark.parametrize(("state", "num_ghosts"), [("decode", 1), ("done", 0), ("cancelled", 0)])
+def test_a_ghost_speaks_of_what_its_gateway_knows(state: str, num_ghosts: int) -> None:
+    """A gateway that was buried and came back has lost the marker of the last epoch, and its requests are cancelled."""
+
+    async def haunt(loop: VirtualLoop) -> int:
+        world = World(loop, draw(1, 5, kinds=()), None, [])
+        store, stream = world.redis.store, world.keys.tokens(Incarnation("gateway-0.1")).key.encode()
+        record = (b"st", state.encode(), b"ep", b"2", b"gw", b"gateway-0.1")
+        store.run(b"HSET", world.keys.request(RequestId("r1")).encode(), *record)
+        store.run(b"XADD", stream, b"*", b"m", b"before")
+        world.judge.haunt()
+        return store.run(b"XLEN", stream) - 2  # the echo of its last entry is no ghost
+
+    loop = VirtualLoop(1)
+    try:
+        assert loop.run_until_complete(haunt(loop)) == num_ghosts
+    finally:
+        loop.close()
 
 
 def test_without_faults_nobody_gets_an_error() -> None:

@@ -21,6 +21,7 @@ _refund = DecodeWorker._refund
 _expired = Leases.expired
 _heartbeat = Roster.heartbeat
 _load = Leases.load
+_take_lease = Leases.accept
 
 
 async def no_full_refund(self: DecodeWorker, request_id: Any, epoch: int, blocks: int | None) -> None:
@@ -77,6 +78,10 @@ async def load_without_log(self: Leases, request_id: Any) -> Any:
     return None if state is None else type(state)(request=state.request, epoch=state.epoch)
 
 
+async def accept_in_silence(self: Leases, *args: Any, in_vain: bool = False) -> Any:
+    return await _take_lease(self, *args)
+
+
 def accept_any_epoch(self: RequestStream, event: Any, now: float) -> None:
     if isinstance(event, Tokens) and event.epoch < self.epoch and self.is_open:
         self._accept_tokens(event, now)
@@ -116,21 +121,12 @@ async def everybody(self: Roster) -> Any:
     return [Incarnation(member.decode()) for member in members]
 
 
-_next = RedisReader.next
+_command = RedisReader._command
 
 
-class _Never:
-    """Differs from nothing."""
-
-    def __ne__(self, other: object) -> bool:
-        return False
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-async def next_from_where_it_was(self: RedisReader, timeout_s: float | None = None) -> Any:
-    self._outages = _Never()  # type: ignore[assignment]
-    return await _next(self, timeout_s)
+def read_from_where_it_was(self: RedisReader, block_ms: int) -> Any:
+    self._outages, self._began_at = self._link.outages, self._clock.now()
+    return _command(self, block_ms)
 
 
 _close = Streams.close

@@ -179,6 +179,22 @@ async def test_who_takes_a_submission_over_fences_the_owner_before(queue: Queue)
     assert [i for i, _ in await queue.stream(KEYS.result("job"))] == ["2-0", "3-0", "3-1"]
 
 
+async def test_what_redis_lost_has_no_part_in_what_was_submitted_again(queue: Queue, cell: Cell) -> None:
+    """The same id, the same gateway, another entry: the old job may neither write, end, renew nor go on."""
+    gateway = queue.gateway(A)
+    old = await queue.taken(gateway)
+    await queue.link.client.flushdb()
+    new = await queue.taken(gateway)
+    item = ResultItem(0, 0, (1, 2), "1 2 ", 4)
+    assert await gateway.write(old, [item]) == "lost"
+    assert not await gateway.end(old, DONE)
+    assert await gateway.renew([old, new]) == [False, True]
+    assert await gateway.adopt(old, request()) == "lost"
+    assert await queue.stream(KEYS.result("job")) == []
+    assert await gateway.write(new, [item]) == "out"
+    assert await gateway.end(new, DONE)
+
+
 async def test_a_renewed_submission_is_not_claimed_and_a_released_one_is_at_once(queue: Queue) -> None:
     """Silence is what loses it."""
     a, b = queue.gateway(A), queue.gateway(B)

@@ -58,11 +58,11 @@ class State:
         """Whether epoch and attempt are the request's, and it is in work."""
         return self.is_live() and (self.get("req", "ep"), self.get("req", "at")) == (str(epoch), str(attempt))
 
-    def end(self, request: str, state: str) -> None:
-        """The record of what has ended: no body, no place in any list, and it expires."""
+    def end(self, request: str, state: str, lists: Sequence[str] = ("queued", "leases", "open")) -> None:
+        """The record of what has ended: no body, no place in any list that it may be in, and it expires."""
         self.hash("req")["st"] = state
         self.hash("req").pop("body", None)
-        for role in ("queued", "leases", "open"):
+        for role in lists:
             self.drop(role, request)
         self.expire("req", "log")
 
@@ -129,15 +129,18 @@ def dispatch(
     return b"dispatched"
 
 
-def accept(s: State, request: str, epoch: int, attempt: str, holder: str, phase: str, lease_ms: int) -> Any:
+def accept(s: State, request: str, epoch: int, attempt: str, ho: str, phase: str, ms: int, vain: bytes, _: int) -> Any:
     if not s.is_fence(epoch, attempt):
         return 0
     if s.get("req", "st") == "decode" and phase == "prefill":
         return 2
-    s.hash("req").update(st=phase, ho=holder)
-    s.hash("leases")[request] = NOW_MS + lease_ms
+    s.hash("req").update(st=phase, ho=ho)
+    s.hash("leases")[request] = NOW_MS + ms
     if phase == "decode":
         s.drop("held_p", f"{request}/{epoch}")
+    if vain:
+        s.say("control_p", vain)
+        s.expire("control_p")
     return 1
 
 
@@ -242,7 +245,7 @@ def requeue(
         s.say("tokens", finished)
         s.say("sched", ended)
         record["fin"] = finished.decode()
-        s.end(request, "done")
+        s.end(request, "done", ("leases", "open"))
         return b"failed"
     record.update(st="queued", ep=str(epoch + 1), at="", ho="", pw="", dw="", tries=str(int(record["tries"]) + 1))
     mark(s, request, epoch + 1)
@@ -366,7 +369,7 @@ WORK: dict[str, tuple[Model, Sequence[str]]] = {
         dispatch,
         ("req", "queued", "leader", "worker_d", "held_d", "work_d", "worker_p", "held_p", "work_p"),
     ),
-    "accept": (accept, ("req", "leases", "held_p")),
+    "accept": (accept, ("req", "leases", "held_p", "control_p")),
     "renew": (renew, ("leases", "req")),
     "emit": (emit, ("tokens", "req", "log")),
     "complete": (

@@ -38,6 +38,7 @@ def result_add(
     owner: str,
     ttl_ms: int,
     name: str,
+    entry: str,
     choice: int,
     offset: int,
     count: int,
@@ -46,7 +47,7 @@ def result_add(
     text: str,
 ) -> Any:
     sub = s.keys.get("sub", {})
-    if sub.get("owner") != owner or sub.get("state") != "open":
+    if (sub.get("owner"), sub.get("state"), sub.get("entry")) != (owner, "open", entry):
         return 0
     have, have_chars = int(sub.get(f"n:{choice}", 0)), int(sub.get(f"c:{choice}", 0))
     if offset + count > have or chars > have_chars:
@@ -67,7 +68,7 @@ def submit_end(
     reason: str, max_dead: int, *letter: str,
 ) -> Any:  # fmt: skip
     sub = s.keys.get("sub", {})
-    if sub.get("owner") != owner:
+    if (sub.get("owner"), sub.get("entry")) != (owner, entry):
         return 0
     if sub["state"] == "done":
         return 1
@@ -83,7 +84,7 @@ def submit_end(
 
 
 def submit_renew(s: State, owner: str, group: str, idle_ms: int, ttl_ms: int, entry: str) -> Any:
-    if (s.get("sub", "owner"), s.get("sub", "state")) != (owner, "open"):
+    if (s.get("sub", "owner"), s.get("sub", "state"), s.get("sub", "entry")) != (owner, "open", entry):
         return [0]
     if entry in s.keys["submit"]["pending"]:
         s.keys["submit"]["pending"][entry] = owner
@@ -107,9 +108,9 @@ def submit_retry(s: State, letter: str, *fields: str) -> Any:
 
 def submit_adopt(
     s: State, owner: str, request: str, epoch: str, p: str, d: str, gateway: str, body: bytes, again: bytes,
-    told: bytes, nonce: str, control_ms: int,
+    told: bytes, nonce: str, control_ms: int, entry: str,
 ) -> Any:  # fmt: skip
-    if (s.get("sub", "owner"), s.get("sub", "state")) != (owner, "open"):
+    if (s.get("sub", "owner"), s.get("sub", "state"), s.get("sub", "entry")) != (owner, "open", entry):
         return b"lost"
     record = s.keys.get("req")
     if record is None:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import anyio
 import pytest
 
-from shared.bus import Bus, RedisBus
+from shared.bus import LOOK_AGAIN_S, Bus, RedisBus, RedisReader
 from shared.bus_memory import MemoryBus
 from shared.clock import SystemClock
 from shared.config import RedisConfig
@@ -122,18 +122,47 @@ async def test_an_undecodable_entry_is_given_empty_so_that_it_can_be_acked(redis
     await link.close()
 
 
-async def test_a_redis_that_lost_all_and_is_behind_in_time_is_read_all_the_same(redis_url: str) -> None:
-    """Its entries have ids before those that the reader has seen."""
-    link = RedisLink(RedisConfig(url=redis_url), SystemClock())
-    bus = RedisBus(link, SystemClock())
+class HandClock(SystemClock):
+    """Stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.at = 5.0
+
+    def now(self) -> float:
+        return self.at
+
+
+async def read_a_stream_and_lose_it(redis_url: str) -> tuple[RedisLink, HandClock, RedisReader]:
+    """A reader that has read an entry of today, of a stream that is another one now, from 1970."""
+    clock = HandClock()
+    link = RedisLink(RedisConfig(url=redis_url), clock)
+    bus = RedisBus(link, clock)
     reader = bus.reader(KEYS.sched())
     await bus.publish(KEYS.sched(), admitted(1))
     await reader.ack(await reader.next(5.0))
     await link.client.delete(KEYS.sched().key)
     await link.client.execute_command("XADD", KEYS.sched().key, "1-1", "m", encode(admitted(2)))
-    assert await reader.next(0.01) == []
+    assert await reader.next(0.0) == []
+    return link, clock, reader
+
+
+async def test_a_redis_that_lost_all_and_is_behind_in_time_is_read_all_the_same(redis_url: str) -> None:
+    """Its entries have ids before those that the reader has seen."""
+    link, _, reader = await read_a_stream_and_lose_it(redis_url)
     link.outages += 1  # as the link counts when its connection breaks
     assert flat(await reader.next(5.0)) == [admitted(2)]
+    await link.close()
+
+
+async def test_a_stream_that_is_another_one_is_found_without_an_outage(redis_url: str) -> None:
+    """A gateway that was suspended meanwhile sees none; an entry that comes at the new one's end hides nothing."""
+    link, clock, reader = await read_a_stream_and_lose_it(redis_url)
+    await link.client.execute_command("XADD", KEYS.sched().key, "*", "m", encode(admitted(3)))
+    assert flat(await reader.next(5.0)) == [admitted(3)]
+    clock.at += LOOK_AGAIN_S
+    assert flat(await reader.next(5.0)) == [admitted(2)]
+    clock.at += LOOK_AGAIN_S
+    assert await reader.next(0.0) == []
     await link.close()
 
 

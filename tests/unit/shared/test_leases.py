@@ -8,7 +8,7 @@ from shared.bus import RedisBus
 from shared.clock import SystemClock
 from shared.config import RedisConfig
 from shared.ids import Incarnation, RequestId
-from shared.keys import Keys
+from shared.keys import NOBODY, Keys
 from shared.leases import Leases
 from shared.messages import (
     Admitted,
@@ -98,6 +98,20 @@ async def test_the_lease_goes_from_prefill_to_decode_and_not_back(cell: Cell) ->
     assert await cell.leases.accept(fence, P, "prefill", 5) == "handed_on"
     assert await cell.leases.renew(D, [fence, replace(fence, attempt=A2)], 5) == ["held", "stale"]
     assert await cell.link.client.hgetall(cell.keys.held(P)) == {}
+
+
+async def test_prefill_hears_that_decode_computes_the_prompt(cell: Cell) -> None:
+    """As often as decode must ask, and not where it goes on with prefill's blocks, or nobody else was to compute it."""
+    fence = await dispatched(cell)
+    assert await cell.leases.accept(replace(fence, attempt=A2), D, "decode", 5, P, in_vain=True) == "stale"
+    assert await cell.leases.accept(fence, D, "decode", 5, P) == "held"
+    assert await cell.seen(cell.keys.control(P)) == []
+    for _ in range(2):
+        assert await cell.leases.accept(fence, D, "decode", 5, P, in_vain=True) == "held"
+        assert [(m.request_id, m.epoch) for m in await cell.seen(cell.keys.control(P))] == [(R, 1)]
+        assert await cell.link.client.pttl(cell.keys.control(P).key) != -1
+    assert await cell.leases.accept(fence, D, "decode", 5, in_vain=True) == "held"
+    assert await cell.seen(cell.keys.control(NOBODY)) == []
 
 
 async def test_emit_appends_to_the_log_and_drops_repeats_and_strangers(cell: Cell) -> None:
