@@ -42,7 +42,11 @@ class Fit:
         """Seconds; None before the first observation."""
         if not self.num_observed:
             return None
-        return sum(c * f / s for c, f, s in zip(self._scaled, (1.0, *features), self._scales, strict=True))
+        scaled, scales = self._scaled, self._scales
+        seconds = scaled[0]
+        for i, feature in enumerate(features, 1):
+            seconds += scaled[i] * feature / scales[i]
+        return seconds
 
     def observe(self, seconds: float, *features: float) -> None:
         """It took so long. A time too short to be measured is ignored."""
@@ -51,11 +55,14 @@ class Fit:
         if (predicted := self.predict(*features)) is not None:
             error = abs(predicted - seconds) / seconds
             self.error = error if self.num_observed == 1 else ERROR_MEMORY * self.error + (1 - ERROR_MEMORY) * error
-        row = [f / scale / seconds for f, scale in zip((1.0, *features), self._scales, strict=True)]
+        row = [1.0 / seconds]
+        for i, feature in enumerate(features, 1):
+            row.append(feature / self._scales[i] / seconds)
+        moment, gram = self._moment, self._gram
         for i, left in enumerate(row):
-            self._moment[i] = FORGET * self._moment[i] + left
-            for j, right in enumerate(row):
-                self._gram[i][j] = FORGET * self._gram[i][j] + left * right
+            moment[i] = FORGET * moment[i] + left
+            for j in range(i + 1):
+                gram[i][j] = gram[j][i] = FORGET * gram[i][j] + left * row[j]
         self.num_observed += 1
         self._due -= 1
         if self._due <= 0 or self.num_observed < REFIT_EVERY:

@@ -1,8 +1,11 @@
 """Work that must not run on the event loop: engine steps, large copies, digests."""
 
 import asyncio
+import atexit
+import queue
+import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
@@ -25,6 +28,10 @@ class Ticket(Protocol[T_co]):
 
     async def wait(self) -> None:
         """Until the call is over, well or not. May be cancelled and repeated; the call goes on."""
+        ...
+
+    async def wait_at_most(self, seconds: float) -> bool:
+        """As `wait`, but not for longer than this; whether the call is over, as far as the event loop was told."""
         ...
 
     @property
@@ -54,40 +61,110 @@ class ThreadOffload:
 
 
 class _ThreadTicket:
-    def __init__(self, future: "Future[Any]") -> None:
-        self._future, self._over = future, anyio.Event()
-        self._loop = asyncio.get_running_loop()
-        future.add_done_callback(self._tell)
+    """Set over by the thread; who waits is told on its event loop."""
 
-    def _tell(self, _: "Future[Any]") -> None:
+    __slots__ = ("_args", "_error", "_fn", "_loop", "_told", "_value", "_waiters", "is_over")
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[object, ...]) -> None:
+        self._fn, self._args = fn, args
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._loop = asyncio.get_running_loop()
+        self._told = False
+        self._waiters: list[asyncio.Future[None]] = []
+        self.is_over = False
+
+    def do(self) -> None:
+        """In the thread."""
+        try:
+            self._value = self._fn(*self._args)
+        except BaseException as exc:
+            self._error = exc
+        self._fn, self._args = _nothing, ()  # what the call held may go now
+        self.is_over = True
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._over.set)
+            self._loop.call_soon_threadsafe(self._tell)
 
     async def wait(self) -> None:
-        await self._over.wait()
+        if not self._told:
+            await self._waiter()
 
-    @property
-    def is_over(self) -> bool:
-        return self._future.done()
+    async def wait_at_most(self, seconds: float) -> bool:
+        if not self._told and seconds > 0:
+            waiter = self._waiter()
+            timer = self._loop.call_later(seconds, _wake, waiter)
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+        return self._told
 
     def result(self) -> Any:
-        return self._future.result(0)
+        assert self.is_over
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def _waiter(self) -> "asyncio.Future[None]":
+        waiter = self._loop.create_future()
+        self._waiters.append(waiter)
+        return waiter
+
+    def _tell(self) -> None:
+        self._told = True
+        for waiter in self._waiters:
+            _wake(waiter)
+
+
+def _wake(waiter: "asyncio.Future[None]") -> None:
+    if not waiter.done():  # by the other of the two, or given up
+        waiter.set_result(None)
+
+
+def _nothing() -> None: ...
 
 
 class ThreadLane:
-    """One thread of its own: between two calls there is no turn of the event loop."""
+    """One thread of its own: between two calls there is no turn of the event loop. It is joined when the program ends,
+    and ends after its last call when nobody has the lane any more."""
 
     def __init__(self, name: str = "lane") -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._calls: queue.SimpleQueue[_ThreadTicket | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
+        thread.start()
+        _threads[thread] = self._calls
+        weakref.finalize(self, self._calls.put, None).atexit = False
 
     def submit(self, fn: Callable[..., T], *args: object) -> Ticket[T]:
-        return _ThreadTicket(self._executor.submit(fn, *args))
+        ticket = _ThreadTicket(fn, args)
+        self._calls.put(ticket)
+        return ticket
 
     async def run(self, fn: Callable[..., T], *args: object) -> T:
         ticket = self.submit(fn, *args)
         with anyio.CancelScope(shield=True):
             await ticket.wait()
         return ticket.result()
+
+
+_threads: "weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[_ThreadTicket | None]]"
+_threads = weakref.WeakKeyDictionary()  # of all lanes
+
+
+def _serve(calls: "queue.SimpleQueue[_ThreadTicket | None]") -> None:
+    while (ticket := calls.get()) is not None:
+        ticket.do()
+        del ticket  # or the last call's result would live until the next one
+
+
+def _join_all() -> None:
+    """At the program's end no call may run on: what it uses is about to go."""
+    for thread, calls in list(_threads.items()):
+        calls.put(None)
+        thread.join()
+
+
+atexit.register(_join_all)
 
 
 class _LazyTicket:
@@ -109,6 +186,11 @@ class _LazyTicket:
             self._result = fn(*args)
         except Exception as exc:
             self._error = exc
+
+    async def wait_at_most(self, seconds: float) -> bool:
+        with anyio.move_on_after(seconds):
+            await self.wait()
+        return self.is_over
 
     def result(self) -> Any:
         if self._error is not None:

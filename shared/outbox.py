@@ -1,11 +1,11 @@
 """What a worker says about its requests, in order, beside the engine loop: the next step computes while the last
 one's tokens go out. One entry per gateway and step, never a message per seq."""
 
-import math
+import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import anyio
 import structlog
 
 from shared.ids import AttemptId, Incarnation, RequestId
@@ -51,38 +51,39 @@ class Parcel:
 class Outbox:
     """Sends parcels in order. `on_stale(request_id, epoch)` is called for work that is no longer this worker's."""
 
-    def __init__(
-        self, leases: Leases, on_stale: Callable[[RequestId, int], None], max_parcels: float = math.inf
-    ) -> None:
+    def __init__(self, leases: Leases, on_stale: Callable[[RequestId, int], None]) -> None:
         self._leases, self._on_stale = leases, on_stale
-        self._send, self._receive = anyio.create_memory_object_stream[Parcel](max_parcels)
+        self._parcels: deque[Parcel] = deque()
+        self._came = asyncio.Event()  # one for all waits: a new one for each parcel would cost more than all else here
         self.num_stale = 0
         self._delivering = 0
 
     @property
     def num_waiting(self) -> int:
         """Parcels not yet delivered, the one under way included."""
-        return self._send.statistics().current_buffer_used + self._delivering
+        return len(self._parcels) + self._delivering
 
     def put(self, parcel: Parcel) -> None:
         """Queue a parcel; never blocks."""
         if parcel:
-            self._send.send_nowait(parcel)
+            self._parcels.append(parcel)
+            self._came.set()
 
     def close(self) -> None:
-        """Drop what waits; nothing may be put any more."""
-        self._send.close()
-        self._receive.close()
+        """Drop what waits."""
+        self._parcels.clear()
 
     async def run(self) -> None:
         """Send until cancelled."""
-        async for parcel in self._receive:
+        while True:
+            if not self._parcels:
+                self._came.clear()
+                await self._came.wait()
+                continue
+            parcel = self._parcels.popleft()
             self._delivering = 1
-            for _ in range(MAX_TOGETHER - 1):  # what waits goes along: the engine may be faster than Redis
-                try:
-                    parcel.extend(self._receive.receive_nowait())
-                except anyio.WouldBlock:
-                    break
+            while self._parcels and self._delivering < MAX_TOGETHER:  # the engine may be faster than Redis
+                parcel.extend(self._parcels.popleft())
                 self._delivering += 1
             await self._deliver(parcel)
             self._delivering = 0

@@ -8,7 +8,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-import redis.asyncio as aioredis
+from redis.asyncio import ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
@@ -26,10 +26,12 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from shared.clock import Clock
 from shared.config import RedisConfig
 from shared.errors import BusError, BusFull
+from shared.redis_client import LineClient
 
 T = TypeVar("T")
 MIN_VERSION = (6, 2)
 SOCKET_TIMEOUT_S = 8.0
+CONNECT_TIMEOUT_S = 2.0
 MAX_BLOCK_S = 2.0
 """Blocking reads are cut to this and repeated: below the socket time-out, so that a dead link is noticed."""
 
@@ -47,15 +49,16 @@ def _as_sent(reply: Any, **_options: Any) -> Any:
 
 
 def connect(config: RedisConfig) -> Any:
-    """A pooled client that never retries by itself. Connects when first used."""
-    client: Any = aioredis.Redis.from_url(
+    """A client that never retries by itself. Connects when first used."""
+    pool = ConnectionPool.from_url(
         config.url,
         protocol=2,
         socket_timeout=SOCKET_TIMEOUT_S,
-        socket_connect_timeout=2.0,
+        socket_connect_timeout=CONNECT_TIMEOUT_S,
         retry=Retry(NoBackoff(), 0),
         health_check_interval=0,
     )
+    client: Any = LineClient.from_pool(pool)
     for command in ("XREAD", "XREADGROUP", "XAUTOCLAIM"):
         client.set_response_callback(command, _as_sent)
     return client

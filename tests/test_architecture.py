@@ -33,6 +33,7 @@ NO_TORCH = {"shared", "gateway", "scheduler", "prefix_index", "transfer", "cli"}
 # Where a library may be imported. A name ending in "/" is a folder.
 LIBRARY_HOMES = {
     "redis": ("shared/bus", "shared/leases", "shared/redis_", "shared/scripts.py"),  # the last: their Lua
+    "hiredis": ("shared/redis_line.py",),
     "prometheus_client": ("shared/metrics.py",),
     "triton": ("kernels/triton/",),
     "llguidance": ("shared/grammar.py",),

@@ -165,7 +165,8 @@ class DecodeWorker:
             tasks.start_soon(self.outbox.run)
             task_status.started()
             while True:
-                self._wake = anyio.Event()
+                if self._wake.is_set():
+                    self._wake = anyio.Event()
                 self._reserve()
                 output = await self._engine.step()
                 if output is None:

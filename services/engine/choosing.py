@@ -1,8 +1,8 @@
 """From a step's logits to the tokens and log-probabilities that its items asked for."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
+import msgspec
 import numpy as np
 import torch
 
@@ -56,7 +56,7 @@ def _masks(items: Sequence[PlanItem], grammars: Grammars | None) -> tuple[Allowe
 def _choices(spec: SampleSpec) -> list[SampleSpec]:
     if spec.num_choices == 1:
         return [spec]
-    return [replace(spec, choice=spec.choice + i, num_choices=1) for i in range(spec.num_choices)]
+    return [msgspec.structs.replace(spec, choice=spec.choice + i, num_choices=1) for i in range(spec.num_choices)]
 
 
 def _share(items: Sequence[PlanItem], values: Sequence[object], *, told: bool = False) -> tuple[tuple, ...]:

@@ -7,9 +7,9 @@ planner keeps what they use apart.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import anyio
+import msgspec
 import structlog
 
 from services.engine.grammars import Grammars
@@ -38,10 +38,11 @@ AHEAD_S = 0.004
 """The next step is planned so long before this one should end: late, so that what arrives meanwhile is in it."""
 AHEAD_SHARE = 0.2
 """Or so much of the step's time before its end, if that is more: for what could not be foretold."""
+LEAST_WAIT_S = 0.003
+"""A shorter wait than this is not worth a turn of the event loop for each token: the next step is planned at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Timed:
+class _Timed(msgspec.Struct, frozen=True):
     """What the runner answered, and how long copies and step took."""
 
     result: StepResult
@@ -49,8 +50,7 @@ class _Timed:
     run_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
+class _Flight(msgspec.Struct, frozen=True):
     """A plan that was handed to the runner, which may still be busy with the one before."""
 
     plan: StepPlan
@@ -235,11 +235,8 @@ class Engine:
     async def _land(self) -> StepOutput:
         """The eldest flight, to its end; the next one is planned before."""
         flight = self._flights[0]
-        if len(self._flights) == 1:
-            with anyio.move_on_after(self._patience(flight)) as patience:
-                await flight.ticket.wait()
-            if patience.cancelled_caught:
-                self._steps_ahead += self._launch()
+        if len(self._flights) == 1 and not await flight.ticket.wait_at_most(self._patience(flight)):
+            self._steps_ahead += self._launch()
         await flight.ticket.wait()
         self._flights.popleft()
         began, self._began = self._began, self._clock.now()
@@ -254,7 +251,8 @@ class Engine:
         """Seconds from now until the next step should be planned."""
         expected_s = flight.predicted_s or 0.0
         left_s = expected_s - (self._clock.now() - self._began)
-        return max(0.0, left_s - max(AHEAD_S, AHEAD_SHARE * expected_s))
+        wait_s = left_s - max(AHEAD_S, AHEAD_SHARE * expected_s)
+        return wait_s if wait_s >= LEAST_WAIT_S else 0.0
 
     def _settle(self, flight: _Flight) -> StepOutput:
         plan = flight.plan

@@ -5,6 +5,7 @@ How a uniform number picks a token is told in `kernels.sampling`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 import numpy.typing as npt
@@ -100,13 +101,13 @@ def token_logprobs(
 
 def _choose(values: npt.NDArray[np.float32], specs: Sequence[SampleSpec], num_threads: int) -> npt.NDArray[np.int64]:
     drawn = [row for row, spec in enumerate(specs) if spec.sampling.temperature > 0 and spec.sampling.top_k != 1]
-    tokens = np.empty(len(specs), np.int64)
-    if len(drawn) < len(specs):
-        tokens[:] = values.argmax(axis=-1)
-    if drawn:
-        rows = values if len(drawn) == len(specs) else values[drawn]
-        tokens[drawn] = _draw(rows, [specs[row] for row in drawn], num_threads)
-    if not np.isfinite(values[np.arange(len(specs)), tokens]).all():
+    if len(drawn) == len(specs):
+        tokens = _draw(values, specs, num_threads)
+    else:
+        tokens = values.argmax(axis=-1)
+        if drawn:
+            tokens[drawn] = _draw(values[drawn], [specs[row] for row in drawn], num_threads)
+    if not all(isfinite(values.item(row, token)) for row, token in enumerate(tokens.tolist())):
         raise ModelError("the model's logits are not finite")
     return tokens
 

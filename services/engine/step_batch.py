@@ -29,6 +29,8 @@ def build_batch(items: Sequence[PlanItem], block_size: int, pending: Mapping[Seq
 
     :param pending: what the last step sampled, by seq: for rows whose token the plan did not know.
     """
+    if all(len(item.token_ids) == 1 and not item.targets for item in items):
+        return _single_rows(items, block_size, pending)
     num_seqs = len(items)
     num_rows = np.fromiter((len(item.token_ids) for item in items), np.int32, num_seqs)
     starts = np.fromiter((item.start for item in items), np.int32, num_seqs)
@@ -59,6 +61,35 @@ def build_batch(items: Sequence[PlanItem], block_size: int, pending: Mapping[Seq
         query_start=query_start,
         context_lens=starts + num_rows,
         logit_rows=_logit_rows(items, query_start) if any(i.targets for i in items) else query_start[1:][sampled] - 1,
+    )
+
+
+def _single_rows(items: Sequence[PlanItem], block_size: int, pending: Mapping[SeqId, int]) -> StepBatch:
+    """Decode rows alone, most steps by far: few array operations, as each costs more than a row's arithmetic."""
+    tables = np.full((len(items), max((len(item.block_table) for item in items), default=0)), -1, np.int32)
+    tokens: list[int] = []
+    starts: list[int] = []
+    slots: list[int] = []
+    logit_rows: list[int] = []
+    for row, item in enumerate(items):
+        token, start, table = item.token_ids[0], item.start, item.block_table
+        block, offset = divmod(start, block_size)
+        assert block < len(table), "a block table does not cover its rows"
+        tokens.append(pending.get(item.seq_id, 0) if token == PENDING else token)
+        starts.append(start)
+        slots.append(table[block] * block_size + offset)
+        tables[row, : len(table)] = table
+        if item.sample is not None:
+            logit_rows.append(row)
+    positions = np.array(starts, np.int32)
+    return StepBatch(
+        token_ids=np.array(tokens, np.int32),
+        positions=positions,
+        slot_mapping=np.array(slots, np.int32),
+        block_tables=tables,
+        query_start=np.arange(len(items) + 1, dtype=np.int32),
+        context_lens=positions + np.int32(1),
+        logit_rows=np.array(logit_rows, np.int32),
     )
 
 

@@ -1,12 +1,15 @@
 """What the parts of the engine say to each other. Planner, pool and runner meet here and nowhere else.
 
 The planner is pure Python and knows no tensor; the runner knows no queue. A `StepPlan` is all that passes
-down, a `StepResult` all that comes back.
+down, a `StepResult` all that comes back. What is made anew for each row or step is a msgspec struct, which is made ten
+times as fast as a frozen dataclass.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NewType, Protocol
+
+import msgspec
 
 from shared.ids import BlockDigest, BlockHash, BlockId
 from shared.messages import FirstToken, Removed, SamplingParams, Stored, TokenLogprobs
@@ -32,8 +35,7 @@ class SeqSpec:
     credit_blocks: int = 0  # blocks promised to it; 0 = takes what is free
 
 
-@dataclass(frozen=True, slots=True)
-class SampleSpec:
+class SampleSpec(msgspec.Struct, frozen=True):
     """How to choose the token that follows a plan item's last row."""
 
     sampling: SamplingParams
@@ -53,8 +55,7 @@ PENDING = -1
 """In a plan made while another is in flight: the token that the other one samples for the same seq."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanItem:
+class PlanItem(msgspec.Struct, frozen=True):
     """The rows of one seq in one step: decode is one row, a prefill chunk is many."""
 
     seq_id: SeqId
@@ -66,8 +67,7 @@ class PlanItem:
     num_top: int = 0  # of the best tokens told beside each target
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True):
     step: int
     items: tuple[PlanItem, ...]
     parks: tuple[Move, ...] = ()  # from the pool to host memory, first of all
@@ -81,8 +81,7 @@ class StepPlan:
         return sum(len(item.token_ids) for item in self.items)
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True):
     """Aligned with the plan: `sampled[i]` are the new tokens of `items[i]`, empty where none was asked."""
 
     sampled: tuple[tuple[int, ...], ...]
@@ -121,8 +120,7 @@ class Filled:
     last: FirstToken | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SeqOutput:
+class SeqOutput(msgspec.Struct, frozen=True):
     """New output tokens of one seq."""
 
     seq_id: SeqId
@@ -134,8 +132,7 @@ class SeqOutput:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with the first output token, if asked: of tokens 1 and on
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(msgspec.Struct, frozen=True):
     """What a step changed that others want to know."""
 
     outputs: tuple[SeqOutput, ...] = ()

@@ -69,6 +69,11 @@ class StepTicket:
         await self._world.clock.sleep(max(0.0, self._due - self._world.clock.now()))
         self.do()
 
+    async def wait_at_most(self, seconds: float) -> bool:
+        with anyio.move_on_after(seconds):
+            await self.wait()
+        return self.is_over
+
     @property
     def is_over(self) -> bool:
         return self._outcome is not None

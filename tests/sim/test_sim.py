@@ -1,23 +1,19 @@
 """The whole system in one process, on virtual time, under seeded faults: every client is answered rightly, and nothing
-is left behind. `python -m tests.sim` runs more seeds than these; BATON_SIM_SEEDS and BATON_SIM_REQUESTS size them."""
+is left behind. `python -m tests.sim` runs more seeds than these."""
 
-import os
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from shared.ids import Incarnation, RequestId
+from tests.sim.background import REQUESTS, SEEDS
 from tests.sim.loop import VirtualLoop
 from tests.sim.plan import EVERY_KIND, Fault, draw
-from tests.sim.pool import Job, processes, run_cancels, run_seed
+from tests.sim.pool import Job, processes, run_cancels
 from tests.sim.runner import Report, run
 from tests.sim.shrink import describe, shrink
 from tests.sim.world import World
-
-SEEDS = int(os.environ.get("BATON_SIM_SEEDS", "50"))
-REQUESTS = int(os.environ.get("BATON_SIM_REQUESTS", "1000"))
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -28,13 +24,6 @@ def test_smoke(seed: int) -> None:
     plan = draw(seed, 60, every_s=0.3)
     if run(plan).violations:
         pytest.fail(describe(shrink(plan), 60), pytrace=False)
-
-
-@pytest.fixture(scope="module")
-def reports() -> Iterator[dict[int, Report]]:
-    """Of all seeds, on all cores."""
-    with processes() as each:
-        yield {report.plan.seed: report for report in each(run_seed, [Job(s, REQUESTS) for s in range(1, SEEDS + 1)])}
 
 
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))

@@ -13,6 +13,7 @@ from services.engine.fake_runner import FakeRunner, fake_answer
 from services.engine.planner import Planner, PlannerLimits
 from services.engine.types import PENDING, SeqId, StepPlan, StepResult
 from shared.clock import ManualClock
+from shared.cost import CostModel, StepShape
 from shared.offload import InlineOffload, ThreadLane
 from tests.unit.engine.helpers import BLOCK, make_spec
 
@@ -245,6 +246,39 @@ async def test_a_stop_is_seen_although_the_next_row_is_on_its_way():
     assert engine.has_work
     assert await run_out(engine) == {}
     assert engine.stats().blocks_free == 16
+
+
+class NotingLane(InlineOffload):
+    """Notes how long the engine would wait before it plans ahead."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def submit(self, fn, *args):
+        ticket = super().submit(fn, *args)
+        wait = ticket.wait_at_most
+
+        async def noted(seconds: float) -> bool:
+            self.waits.append(seconds)
+            return await wait(seconds)
+
+        ticket.wait_at_most = noted
+        return ticket
+
+
+@pytest.mark.parametrize(("step_s", "wait_s"), [(0.001, 0.0), (0.006, 0.0), (0.02, 0.016), (0.1, 0.08)])
+async def test_a_long_step_is_planned_ahead_late_and_a_short_one_at_once(step_s: float, wait_s: float):
+    """What arrives during a long step is in the next one; a short one is over before it would be worth the wait."""
+    costs, lane = CostModel(), NotingLane()
+    for num_seqs in (1, 2, 3):
+        costs.observe_step(StepShape(num_seqs=num_seqs, kv_tokens=8 * num_seqs), step_s)
+    limits = PlannerLimits(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=64)
+    planner = Planner(BlockPool(16, BLOCK), limits)
+    engine = Engine(planner, FakeRunner(16, BLOCK), lane, ManualClock(), costs)
+    engine.add(make_spec("a", range(4), 8))
+    await run_out(engine)
+    assert lane.waits[2:]
+    assert lane.waits[2:] == pytest.approx([wait_s] * len(lane.waits[2:]), abs=1e-4)
 
 
 async def test_a_seq_whose_next_token_depends_on_the_last_is_not_planned_ahead():

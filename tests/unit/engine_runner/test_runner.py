@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import xxhash
 
@@ -10,7 +12,7 @@ from services.engine.load import open_model
 from services.engine.model import Model
 from services.engine.model_spec import LayerKV, kv_spec, pool_fingerprint
 from services.engine.runner import ModelRunner
-from services.engine.step_batch import build_batch
+from services.engine.step_batch import StepBatch, build_batch
 from services.engine.types import BayId, PlanItem, SampleSpec, SeqId, StepPlan
 from shared.clock import SystemClock
 from shared.config import EngineConfig, ModelConfig
@@ -70,10 +72,35 @@ def test_rows_are_laid_out_seq_after_seq():
     assert batch.logit_rows.tolist() == [3, 5]
 
 
-def test_a_table_that_is_too_short_is_the_planners_bug():
+def test_decode_rows_alone_are_laid_out_as_beside_a_chunk():
+    """They take a shorter way, to the same arrays: tables of all lengths, tokens that are not known yet, no sample."""
+    rng = np.random.default_rng(5)
+    for count in (1, 2, 7, 16):
+        items = []
+        for i in range(count):
+            table = rng.integers(0, 99, rng.integers(1, 9)).tolist()
+            row = item([-1 if i % 3 == 2 else int(rng.integers(99))], int(rng.integers(len(table) * 4)), tuple(table))
+            items.append(msgspec.structs.replace(row, seq_id=SeqId(f"s{i}"), sample=row.sample if i % 4 else None))
+        pending = {SeqId(f"s{i}"): 1000 + i for i in range(count - 1)}
+        alone = build_batch(items, 4, pending)
+        beside = build_batch([item([5, 6], 0, (BlockId(0),), temperature=None), *items], 4, pending)
+        width = max(len(one.block_table) for one in items)
+        assert alone.token_ids.tolist() == beside.token_ids[2:].tolist()
+        assert alone.positions.tolist() == beside.positions[2:].tolist()
+        assert alone.slot_mapping.tolist() == beside.slot_mapping[2:].tolist()
+        assert alone.block_tables.tolist() == beside.block_tables[1:, :width].tolist()
+        assert alone.query_start.tolist() == (beside.query_start[1:] - 2).tolist()
+        assert alone.context_lens.tolist() == beside.context_lens[1:].tolist()
+        assert alone.logit_rows.tolist() == (beside.logit_rows - 2).tolist()
+        ours, theirs = ([getattr(b, name).dtype for name in StepBatch.__slots__] for b in (alone, beside))
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("tokens", [[1, 2, 3], [1]])
+def test_a_table_that_is_too_short_is_the_planners_bug(tokens: list[int]):
     """It asserts before anything is computed."""
     with pytest.raises(AssertionError, match="does not cover"):
-        build_batch([item([1, 2, 3], 6, blocks(0, 1))], 4)
+        build_batch([item(tokens, 9 - len(tokens), blocks(0, 1))], 4)
 
 
 def test_tokens_come_back_aligned_with_the_plan(model: Model):
