@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shared.errors import BusError
 from shared.ids import AttemptId, Incarnation, RequestId
 from shared.keys import CONTROL_TTL_S, NOBODY, Keys
 from shared.messages import (
@@ -39,6 +40,8 @@ CONTROL_MS = int(CONTROL_TTL_S * 1000)
 NO_LIMIT = 1 << 52
 MAX_EMITTED = 1024
 """Items of one entry: Lua unpacks no more than some thousand values at once."""
+MAX_ASKED = 4
+"""Times to ask for the deployment's key: a Redis that has just lost everything has lost that too."""
 LIVE = (b"dispatched", b"prefill", b"decode")
 
 AdmitAnswer = Literal["admitted", "full", "duplicate", "unknown"]
@@ -252,14 +255,18 @@ class Leases:
         return bool(await self._scripts.run("fail", keys, [request_id, epoch, *map(encode, messages), KEEP_S * 1000]))
 
     async def deployment_key(self) -> bytes:
-        """The deployment's secret for capabilities, made by whoever asks first. 32 bytes."""
+        """The deployment's secret for capabilities, made by whoever asks first. 32 bytes.
+
+        :raises BusError: Redis loses it again and again.
+        """
         key, client = self._keys.deployment_key(), self._link.client
-        known = await self._link.call(lambda: client.get(key))
-        if known is None:
-            fresh = self._randomness.token(32)
-            await self._link.call(lambda: client.setnx(key, fresh))
+        for _ in range(MAX_ASKED):
             known = await self._link.call(lambda: client.get(key))
-        return bytes.fromhex(known.decode())
+            if known is not None:
+                return bytes.fromhex(known.decode())
+            fresh = self._randomness.token(32)
+            await self._link.call(lambda f=fresh: client.setnx(key, f))
+        raise BusError("redis forgets the deployment's key again and again")
 
     async def redis_now_ms(self) -> int:
         seconds, micros = await self._link.call(lambda: self._link.client.time())

@@ -30,8 +30,8 @@ class WorkerCell:
             RedisBus(process.link, process.clock),
         )
 
-    def link(self, registration: Registration, duties: Duties) -> WorkerLink:
-        """The worker's loops."""
+    def link(self, registration: Registration, duties: Duties, secret: bytes | None = None) -> WorkerLink:
+        """The worker's loops. See `WorkerLink`."""
         process = self.process
         return WorkerLink(
             registration,
@@ -42,4 +42,5 @@ class WorkerCell:
             self.roster,
             process.clock,
             process.settings.lease,
+            secret,
         )

@@ -99,8 +99,10 @@ class WorkerLink:
         roster: Roster,
         clock: Clock,
         config: LeaseConfig,
+        secret: bytes | None = None,
     ) -> None:
-        self._registration, self._duties = registration, duties
+        """:param secret: the deployment's, as the worker goes by it."""
+        self._registration, self._duties, self._secret = registration, duties, secret
         self._bus, self._keys, self._leases, self._roster = bus, keys, leases, roster
         self._clock, self._config = clock, config
         self._incarnation: Incarnation = registration.incarnation
@@ -114,9 +116,11 @@ class WorkerLink:
     async def beat(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Register, then say `alive` until cancelled. Started = registered.
 
-        :raises Buried: the cell has declared this incarnation dead.
+        :raises Buried: the cell has declared this incarnation dead, or is another one than at its start.
         """
         await self._roster.register(self._registration)
+        if self._secret is not None and await self._leases.deployment_key() != self._secret:
+            raise Buried("Redis lost everything while this worker started")  # no capability would fit
         log.info("worker.registered", role=self._registration.role, blocks=self._registration.num_blocks)
         task_status.started()
         beats = 0

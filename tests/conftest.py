@@ -1,10 +1,18 @@
 """Fixtures that every room's tests share."""
 
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from tests.redis_server import RedisServer
+
+
+def pytest_collection_finish() -> None:
+    """The oracles compute on one thread: beside the workers of a stack, several would wait for each other at every op,
+    and take ten times as long."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ class Choice:
         self._text = tokenizer.detokenizer(skip_special_tokens=shown.skip_special_tokens)
         self._stops = StopMatcher(shown.stops, include=shown.include_stop)
         self.is_cut = False  # it ended with a stop string, which only the gateway knows
-        self.told_epoch = 0  # the worker of this epoch was told
+        self.told_epoch, self.told_at = 0, 0.0  # the worker of this epoch was told then
         self._begun = False
         self._chars = 0  # of text that is certain, shown or not
         self._last: int | None = None

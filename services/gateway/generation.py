@@ -17,6 +17,9 @@ from shared.errors import BusError
 from shared.messages import Finished, GenerateRequest, TokenLogprobs
 from shared.tokenizer import Tokenizer
 
+RETELL_S = 1.0
+"""A worker that goes on with a choice that is cut is told again after so long."""
+
 log = structlog.get_logger("gateway")
 
 
@@ -191,11 +194,13 @@ class Generation:
         return delta if delta.text or delta.finish_reason or delta.logged or self._eager else None
 
     def _stop(self, choice: Choice) -> None:
-        """Its worker is told once that the choice is cut while others go on; the worker of the next epoch anew, if it
-        is heard to go on with it."""
-        stream = self._of_choice[choice.index].stream
-        if stream is not None and stream.is_open and choice.told_epoch < stream.epoch:
-            choice.told_epoch = stream.epoch
+        """Its worker is told that the choice is cut while others go on. It is told again if it is heard to go on with
+        it all the same: by the next word of another epoch, or later, as a hint may be lost."""
+        stream, now = self._of_choice[choice.index].stream, self._services.clock.now()
+        if stream is None or not stream.is_open:
+            return
+        if choice.told_epoch < stream.epoch or now - choice.told_at >= RETELL_S:
+            choice.told_epoch, choice.told_at = stream.epoch, now
             self._services.streams.stop_choice(stream, choice.number)
 
     def _last_delta(self, finished: Finished, asked: _Asked, choice: Choice) -> Delta | None:

@@ -61,7 +61,7 @@ async def serve(process: Process) -> None:
         registration = host.registration(
             process.incarnation, "prefill", (source.endpoint(),), f"http://{reachable_host(where)}:{port}"
         )
-        link = cell.link(registration, worker)
+        link = cell.link(registration, worker, key)
         await tasks.start(worker.run, link)
         tasks.start_soon(link.read)
         tasks.start_soon(link.renew)

@@ -81,13 +81,13 @@ class Reaper:
         :raises BusError: Redis is lost; whatever was not done is found again by the next round.
         """
         started = self._clock.now()
-        await self._compare_clocks()
         if started - self._reconciled >= self._lease.heartbeat_s:
             await self._reconcile()
             self._reconciled = started
         dead = await self._workers.dead_workers()
         silent = await self._workers.dead_gateways()
         expired = await self._requests.expired()
+        await self._compare_clocks()  # behind them: who looks dead by a clock that was set just before is not
         if self._clock.now() - started > self._lease.heartbeat_s:
             self._be_quiet("redis was slow")
         if not self._may_reap():

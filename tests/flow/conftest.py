@@ -22,9 +22,9 @@ def tiny_oracle(tiny_model: Path) -> Oracle:
     return load_oracle(tiny_model)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def pair(tiny_model: Path) -> Iterator[Stack]:
-    """One prefill and one decode worker with the tiny model."""
+    """One prefill and one decode worker with the tiny model. Whoever uses it leaves it idle."""
     with Stack(prefill=1, decode=1, model__path=tiny_model, engine__num_blocks=400) as stack:
         yield stack
 

@@ -141,7 +141,7 @@ def test_a_drained_worker_finishes_what_it_has(three: Stack, tiny_oracle: Oracle
     three.wait_idle()
 
 
-@pytest.mark.parametrize("prefill", [0, 1])
+@pytest.mark.parametrize("prefill", [0, pytest.param(1, marks=pytest.mark.full)])  # test_parking.py has both
 async def test_a_tiny_pool_preempts_and_everything_finishes(
     tiny_model: Path, tiny_oracle: Oracle, prefill: int
 ) -> None:

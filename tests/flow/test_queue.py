@@ -9,7 +9,6 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +91,6 @@ def read_result(client: "redis.Redis[str]", name: str, offset: int = 0) -> tuple
 def test_two_hundred_submissions_outlive_their_gateway_and_redis(queue: Stack, tiny_oracle: Oracle) -> None:
     """SIGKILL of the gateway, then of Redis, in the middle: each is answered exactly once, with the oracle's tokens."""
 
-    @cache
     def want(prompt: str) -> Greedy:
         return tiny_oracle.greedy(tiny_oracle.encode(prompt), MAX_TOKENS)
 

@@ -81,7 +81,7 @@ def test_the_curl_example_streams(real: Stack) -> None:
 def test_chat_equals_the_oracle(oracle_default: Oracle) -> None:
     """The model's own template, greedy, with usage; the answer ends by itself."""
     prompt = oracle_default.chat(QUESTION)
-    with Stack(prefill=1, decode=1) as exact, openai.OpenAI(base_url=f"{exact.url}/v1", api_key="none") as client:
+    with Stack(prefill=0, decode=1) as exact, openai.OpenAI(base_url=f"{exact.url}/v1", api_key="none") as client:
         answer = client.chat.completions.create(model="default", messages=QUESTION, temperature=0, max_tokens=100)  # type: ignore[arg-type]
         tokens = exact.token_log(answer.id)
     assert answer.usage is not None

@@ -1,18 +1,12 @@
 """The real model, once in the oracle and once in ours."""
 
 import pytest
-import torch
 
 from services.engine.load import open_model
 from services.engine.model import Model
 from shared.config import EngineConfig, ModelConfig
 from shared.model_path import resolve
 from tests.oracle.oracle import Oracle, load_oracle
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

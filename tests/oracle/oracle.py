@@ -30,6 +30,7 @@ class Oracle:
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._model, self._tokenizer = model.eval(), tokenizer
+        self._said: dict[tuple[int, ...], Greedy] = {}  # by prompt, as far as anybody has asked
 
     def encode(self, text: str) -> list[int]:
         """Token ids of the text as it stands, without added start or end tokens."""
@@ -48,9 +49,16 @@ class Oracle:
         """Teacher-forced logits of every position, float32 [num_tokens, vocab]."""
         return self._model(torch.tensor([token_ids])).logits[0]
 
-    @torch.inference_mode()
     def greedy(self, token_ids: list[int], num_tokens: int) -> Greedy:
-        """The next `num_tokens` best tokens; end tokens do not end it."""
+        """The next `num_tokens` best tokens; end tokens do not end it. Computed once, and kept."""
+        prompt = tuple(token_ids)
+        known = self._said.get(prompt)
+        if known is None or len(known.token_ids) < num_tokens:
+            known = self._said[prompt] = self._greedy(token_ids, num_tokens)
+        return Greedy(known.token_ids[:num_tokens], known.margins[:num_tokens])
+
+    @torch.inference_mode()
+    def _greedy(self, token_ids: list[int], num_tokens: int) -> Greedy:
         chosen: list[int] = []
         margins: list[float] = []
         step, cache = torch.tensor([token_ids]), self._new_cache()

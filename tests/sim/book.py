@@ -47,8 +47,14 @@ class Record:
     tries: int = 0
     deadline_ms: int = 0  # of its lease
     nonce: str = ""  # of the last adoption
-    log: list[int] = field(default_factory=list)
+    logs: list[list[int]] = field(default_factory=lambda: [[]])  # by choice
     finished: int = 0
+
+    @property
+    def marker(self) -> tuple[int, tuple[int, ...]]:
+        """Lengths of the logs, as an `EpochRaised` tells them."""
+        first, *others = map(len, self.logs)
+        return first, tuple(others)
 
 
 class Book:
@@ -81,7 +87,8 @@ class Book:
         if answer == b"admitted":
             self._expect(not known, f"{request_id} admitted twice")
             num_prompt = len(decode_request(args[1]).token_ids)
-            self._records[request_id] = Record(str(args[2]), int(args[5]), num_prompt, log=_unpack(args[6]))
+            logs = [_unpack(packed) for packed in args[6:]]
+            self._records[request_id] = Record(str(args[2]), int(args[5]), num_prompt, logs=logs)
             self._compare(request_id)
         elif answer == b"duplicate":
             self._expect(known, f"{request_id} is no duplicate")
@@ -107,7 +114,7 @@ class Book:
         record.holder = ""
         num_tokens = _work(args[6]).num_prompt_tokens
         self._expect(
-            num_tokens == record.num_prompt + len(record.log), f"{request_id} goes on from {num_tokens} tokens"
+            num_tokens == record.num_prompt + len(record.logs[0]), f"{request_id} goes on from {num_tokens} tokens"
         )
         self._compare(request_id)
 
@@ -140,13 +147,14 @@ class Book:
     def _after_emit(self, keys: list[str], args: list[Any], answers: list[int]) -> None:
         for i, answer in enumerate(answers):
             epoch, attempt, index = int(args[5 * i]), str(args[5 * i + 1]), int(args[5 * i + 2])
-            request_id = keys[1 + 2 * i].rsplit(":", 1)[1]
+            request_id, choice = keys[2 + 2 * i].rsplit(":", 2)[1:]
             record = self._records.get(request_id)
             want = 0
             if record is not None and self._is_fence(record, epoch, attempt):
-                want = -1 if index > len(record.log) else 1
+                log = record.logs[int(choice)]
+                want = -1 if index > len(log) else 1
                 if want == 1:
-                    record.log += _unpack(args[5 * i + 3])[len(record.log) - index :]
+                    log += _unpack(args[5 * i + 3])[len(log) - index :]
             self._expect(answer == want, f"emit of {request_id}/{epoch}: {answer}, expected {want}")
         for request_id in dict.fromkeys(key.rsplit(":", 1)[1] for key in keys[1::2]):  # once all items are in
             self._compare(request_id)
@@ -197,7 +205,7 @@ class Book:
             record.state, record.epoch, record.tries = "queued", epoch + 1, record.tries + 1
             record.attempt = record.holder = record.prefill = record.decode = ""
             last = self._last(self._keys.tokens(record.gateway).key, _gateway)  # type: ignore[arg-type]
-            marker = EpochRaised(request_id, epoch + 1, len(record.log))  # type: ignore[arg-type]
+            marker = EpochRaised(request_id, epoch + 1, *record.marker)  # type: ignore[arg-type]
             self._expect(last == marker, f"requeue of {request_id}/{epoch}: {last} instead of {marker}")
             self._compare(request_id)
         for holder in told:
@@ -222,14 +230,27 @@ class Book:
         told = [h for h in (record.prefill, record.decode) if h not in ("", "-")] if record.state in LIVE else []
         record.state, record.epoch, record.finished = "queued", epoch + 1, 0
         record.attempt = record.holder = record.prefill = record.decode = ""
-        for key in (keys[1], keys[6]):
+        logs = [f"{keys[6][:-1]}{choice}" for choice in range(len(record.logs))]
+        for key in (keys[1], *logs):
             self._expect(key.encode() not in self._store.deadlines, f"{request_id} is adopted and {key} expires")
-        marker = EpochRaised(request_id, epoch + 1, len(record.log))  # type: ignore[arg-type]
+        marker = EpochRaised(request_id, epoch + 1, *record.marker)  # type: ignore[arg-type]
         last = self._last(keys[4], _gateway)
         self._expect(last == marker, f"adoption of {request_id}/{epoch}: {last} instead of {marker}")
         self._compare(request_id)
         for holder in told:
             self._expect_told(holder, request_id, epoch)
+
+    def _after_cancel_choice(self, keys: list[str], args: list[Any], answer: int) -> None:
+        """A hint: who has the request at that epoch is told, and nothing else changes."""
+        request_id, epoch, decode = keys[0].rsplit(":", 1)[1], int(args[0]), args[1].decode()
+        record = self._records.get(request_id)
+        told = record is not None and record.state in LIVE and (record.epoch, record.decode) == (epoch, decode)
+        self._expect(answer == told, f"hint for {request_id}/{epoch} at {decode}: {answer}, but it is {record}")
+        if answer:
+            last = self._last(self._keys.control(decode).key, _control)  # type: ignore[arg-type]
+            want = _control(args[2])
+            self._expect(last == want, f"{decode} was told {last} instead of {want}")
+        self._compare(request_id)
 
     def _after_clamp(self, keys: list[str], args: list[Any], answer: int) -> None:
         """Redis' clock was set back: leases end no later than a renewal now would let them."""
@@ -278,9 +299,10 @@ class Book:
         have = (_of(fields, b"st"), int(fields.get(b"ep", 0)), _of(fields, b"at"), _of(fields, b"ho"))
         if have != want:
             self._complain(f"{request_id} is {have}, expected {want}")
-        log = get(b"{%s}:log:%s:0" % (self._cell, member)) or b""
-        if len(log) != 4 * len(record.log):
-            self._complain(f"log of {request_id}: {len(log) // 4}, expected {record.log}")
+        for choice, log in enumerate(record.logs):
+            kept = get(b"{%s}:log:%s:%d" % (self._cell, member, choice)) or b""
+            if len(kept) != 4 * len(log):
+                self._complain(f"log of {request_id}/{choice}: {len(kept) // 4}, expected {log}")
         queued, leased = member in (get(self._queued) or ()), member in (get(self._leases) or ())
         if queued != (state == "queued") or leased != (state in LIVE[1:]):
             self._complain(f"{request_id} is {state}, in the queue: {queued}, leased: {leased}")

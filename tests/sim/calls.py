@@ -1,5 +1,6 @@
 """The simulated clients: what they ask, what they hear, and what they must have heard in the end."""
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from random import Random
@@ -23,8 +24,8 @@ ROOT = chain_root()
 
 
 @lru_cache(4096)
-def _answer(prompt: tuple[int, ...], max_tokens: int, seed: int) -> tuple[int, ...]:
-    return fake_answer(prompt, max_tokens, seed=seed)
+def _answer(prompt: tuple[int, ...], max_tokens: int, seed: int, choice: int = 0) -> tuple[int, ...]:
+    return fake_answer(prompt, max_tokens, seed=seed, choice=choice)
 
 
 class Words:
@@ -71,22 +72,35 @@ class Ask:
     leaves_after: float | None = None  # seconds after its arrival
     reads_every: float = 0.0  # a slow client pauses between reads
     queued: Queued | None = None
+    num_choices: int = 1
 
-    def tokens(self) -> tuple[int, ...]:
+    def tokens(self, choice: int = 0) -> tuple[int, ...]:
         """All that could come, from the fake model's definition."""
-        return _answer(self.prompt, self.max_tokens, self.seed)
+        return _answer(self.prompt, self.max_tokens, self.seed, choice)
 
-    def expected(self) -> tuple[str, str]:
+    def expected(self, choice: int = 0) -> tuple[str, str]:
         """Text and reason, from the fake model's definition."""
+        text, reason = self._ending(choice)
+        return text, "length" if reason == "length" else "stop"
+
+    def is_cut(self, choice: int) -> bool:
+        """Whether it ends with the stop string, of which no worker knows."""
+        return self._ending(choice)[1] == "cut"
+
+    def _ending(self, choice: int) -> tuple[str, str]:
         shown: list[str] = []
-        for token in self.tokens():
+        for token in self.tokens(choice):
             if token == self.stop_token:
                 return "".join(shown), "stop"
             shown.append(f"{token} ")
             text = "".join(shown)
             if self.stop_text and self.stop_text in text:
-                return text[: text.index(self.stop_text)], "stop"
+                return text[: text.index(self.stop_text)], "cut"
         return "".join(shown), "length"
+
+    def expected_all(self) -> tuple[tuple[str, str], ...]:
+        """Of each choice."""
+        return tuple(self.expected(choice) for choice in range(self.num_choices))
 
     def request(self, gateway: Incarnation) -> GenerateRequest:
         stops = () if self.stop_token is None else (self.stop_token,)
@@ -98,6 +112,7 @@ class Ask:
             block_hashes=block_hashes(ROOT, self.prompt, BLOCK),
             sampling=SamplingParams(max_tokens=self.max_tokens, seed=self.seed, stop_token_ids=stops),
             priority=self.priority,
+            num_choices=self.num_choices,
         )
 
 
@@ -145,19 +160,35 @@ def _draw(rng: Random, name: str, at: float, prompt: tuple[int, ...], max_tokens
     return ask
 
 
+def with_choices(rng: Random, ask: Ask) -> Ask:
+    """The same for several choices, of which mostly one ends early with a stop string, which only the gateway knows."""
+    num_choices, max_tokens = rng.choice((2, 2, 3, 4)), rng.choice((2, 6, 9, 16))
+    if len(ask.prompt) < 40:
+        max_tokens += rng.choice((0, 0, 0, 14))
+    ask = replace(ask, num_choices=num_choices, max_tokens=max_tokens, stop_text="")
+    if rng.random() < 0.8:
+        answer = ask.tokens(rng.randrange(num_choices))
+        ask = replace(ask, stop_text=f"{rng.choice(answer[: 1 + max_tokens // 2])} ")
+    return ask
+
+
 @dataclass
 class Call:
     """One client's side of its request."""
 
     ask: Ask
-    heard: list[str] = field(default_factory=list)
+    heard: list[list[str]] = field(init=False)  # by choice
+    reasons: dict[int, str] = field(default_factory=dict)  # of the choices that have ended
     outcome: str = ""  # stop, length, left, broken, error; "" = still open
     error: str = ""
-    ends: int = 0
+    ends: Counter[int] = field(default_factory=Counter)  # by choice
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     broken: bool = False  # its gateway died: nothing reaches it any more
     started_at: float = 0.0
     ended_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.heard = [[] for _ in range(self.ask.num_choices)]
 
     @property
     def is_open(self) -> bool:
@@ -170,15 +201,15 @@ class Call:
     def hear(self, delta: Delta) -> None:
         if self.broken:
             return
-        self.heard.append(delta.text)
+        self.heard[delta.choice].append(delta.text)
         if delta.finish_reason is not None:
-            self.ends += 1
+            self.ends[delta.choice] += 1
+            self.reasons[delta.choice] = delta.finish_reason
 
     async def talk(self, services: Services, gateway: Incarnation, world: "World") -> None:
         """The HTTP request, from arrival to end, inside its gateway."""
         clock = world.clock
         self.started_at = clock.now()
-        reason = ""
         stops = [self.ask.stop_text] if self.ask.stop_text else []
         try:
             with self.scope:
@@ -193,10 +224,10 @@ class Call:
                     while deltas := await generation.read():
                         for delta in deltas:
                             self.hear(delta)
-                            reason = delta.finish_reason or reason
+                        world.judge.hints.heard(self)
                         if self.ask.reads_every:
                             await clock.sleep(self.ask.reads_every)
-                self.end(reason, clock.now())
+                self.end(self.reasons.get(0, "nothing"), clock.now())
         except ApiError as exc:
             self.end("error", clock.now(), f"{exc.status} {exc.code or exc.message}")
         if self.is_open:  # it was cancelled
@@ -205,18 +236,18 @@ class Call:
 
     def fault(self) -> str:
         """What is wrong with what was heard; "" if nothing."""
-        text, reason = self.ask.expected()
-        heard = "".join(self.heard)
         if self.is_open:
             return "never ended"
-        if self.outcome in ("stop", "length"):
-            if heard != text:
-                return f"heard {heard!r}, expected {text!r}"
-            if self.outcome != reason:
-                return f"ended by {self.outcome}, expected {reason}"
-            if self.ends != 1:
-                return f"{self.ends} ends"
-            return ""
-        if not text.startswith(heard) and not (self.ask.stop_text or self.ask.stop_token is not None):
-            return f"heard {heard!r}, expected a beginning of {text!r}"
+        is_whole = self.outcome not in ("left", "broken", "error")
+        for choice, (text, reason) in enumerate(self.ask.expected_all()):
+            heard = "".join(self.heard[choice])
+            if is_whole or self.ends[choice]:
+                if heard != text:
+                    return f"heard {heard!r} of choice {choice}, expected {text!r}"
+                if self.reasons.get(choice) != reason:
+                    return f"choice {choice} ended by {self.reasons.get(choice)}, expected {reason}"
+                if self.ends[choice] != 1:
+                    return f"{self.ends[choice]} ends of choice {choice}"
+            elif not text.startswith(heard):
+                return f"heard {heard!r} of choice {choice}, expected a beginning of {text!r}"
         return ""

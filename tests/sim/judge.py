@@ -13,6 +13,7 @@ from shared.messages import ReleaseAnswer, Tokens, encode
 from shared.roster import MISSED_GREETINGS
 from tests.sim.book import Book
 from tests.sim.calls import Call
+from tests.sim.hints import HintBook
 from tests.sim.redis_streams import Stream
 from tests.sim.results import ResultBook
 from tests.sim.submits import Submitter
@@ -59,9 +60,11 @@ class Judge:
         self._held: set[tuple[str, str, int]] = set()  # (reader, request, epoch)
         self.book = Book(world.redis.store, world.keys, world.violate)
         self.results = ResultBook(world)
+        self.hints = HintBook(world)
         world.redis.observers.append(self.script_ran)
         world.redis.observers.append(self.book.script_ran)
         world.redis.observers.append(self.results.script_ran)
+        world.redis.observers.append(self.hints.script_ran)
 
     # --- events ---
 
@@ -71,6 +74,9 @@ class Judge:
 
     def calls_of(self, life: Life) -> list[Call]:
         return self._calls.get(life.incarnation, [])
+
+    def gateway_of(self, call: Call) -> Life:
+        return self._gateways[call.ask.name]
 
     def cancel_heard(self, life: Life, request_id: RequestId, epoch: int, step: int) -> None:
         known = self._heard.get((life.incarnation, request_id), (0, 0))
@@ -120,6 +126,7 @@ class Judge:
         self._requeues.clear()
         self.book.forget_all()
         self.results.forget_all()
+        self.hints.forget()
 
     def _adopted(self, request_id: str, epoch: int) -> None:
         """What another gateway goes on with is over at its old epoch."""
@@ -160,6 +167,7 @@ class Judge:
             if stream in store.data:  # else its gateway is dead and forgotten
                 store.run(b"XADD", stream, b"*", b"m", encode(ghost))
                 self.num_ghosts += 1
+            self.hints.haunt(RequestId(request_id), value)
 
     def _check_thrift(self, keys: list, args: list) -> None:
         """Decode goes on with prefill's blocks, or tells it in the same breath that nobody wants them."""
@@ -241,8 +249,7 @@ class Judge:
             self._world.violate(f"{life.incarnation} works on {seq_id}, whose cancel it heard before")
         now = self._world.clock.now()
         blind_until = now if life.is_blind else max(life.disturbed_at, self.disturbed_at)
-        slowness = life.slow_steps if now <= life.slow_steps_until + 0.01 else life.slowness
-        grace_s = GRACE_S + 0.1 * slowness * self._world.plan.pace
+        grace_s = GRACE_S + life.step_s()
         last_epoch, since = self._over.get(request_id, (0, now))
         if int(epoch) <= last_epoch and now - max(since, blind_until) > grace_s:
             self._world.violate(f"{life.incarnation} works on {seq_id}, over {now - since:.2f} s ago")

@@ -92,6 +92,11 @@ class Life:
         """It cannot hear or act just now."""
         return self.proc.frozen or self.client.partitioned
 
+    def step_s(self) -> float:
+        """So long a step may take just now."""
+        is_late = self.world.clock.now() <= self.slow_steps_until + 0.01
+        return 0.1 * (self.slow_steps if is_late else self.slowness) * self.world.plan.pace
+
     def wake(self, now: float, blind_s: float) -> None:
         """It can hear and act again."""
         self.disturbed_at = now
@@ -144,6 +149,7 @@ class WatchedRunner:
             raise RuntimeError("the process is dead")
         for item in plan.items:
             world.judge.work_seen(life, item.seq_id, plan.step)
+            world.judge.hints.work_seen(life, item, plan.step)
         if world.should_fail_step():
             raise RuntimeError("injected")
         try:
@@ -155,7 +161,7 @@ class WatchedRunner:
 
 @dataclass
 class WatchedDuties:
-    """Passes everything on; tells the judge when a cancel has arrived."""
+    """Passes everything on; tells the judge when a cancel, or a hint, has arrived."""
 
     life: Life
     inner: Any
@@ -167,6 +173,13 @@ class WatchedDuties:
         assert self.life.engine is not None
         self.inner.cancel(request_id, epoch, reason)
         self.life.world.judge.cancel_heard(self.life, request_id, epoch, self.life.engine.stats().steps)
+
+    def cancel_choice(self, request_id: Any, epoch: int, choice: int) -> None:
+        assert self.life.engine is not None
+        is_known = f"{request_id}/{epoch}/0" in self.inner._jobs  # else it comes too early
+        self.inner.cancel_choice(request_id, epoch, choice)
+        if is_known:
+            self.life.world.judge.hints.told(self.life, request_id, epoch, choice, self.life.engine.stats().steps)
 
 
 def build_engine(life: Life) -> tuple[Engine, Region]:
@@ -218,7 +231,7 @@ async def prefill_main(life: Life) -> None:
     life.worker = worker
     async with anyio.create_task_group() as tasks:
         await tasks.start(source.serve)
-        await _serve_worker(life, worker, registration(life, "prefill", (source.endpoint(),)), tasks)
+        await _serve_worker(life, worker, registration(life, "prefill", (source.endpoint(),)), tasks, key)
 
 
 async def decode_main(life: Life) -> None:
@@ -239,10 +252,16 @@ async def decode_main(life: Life) -> None:
 
 
 async def _serve_worker(
-    life: Life, worker: PrefillWorker | DecodeWorker, reg: Registration, tasks: anyio.abc.TaskGroup
+    life: Life,
+    worker: PrefillWorker | DecodeWorker,
+    reg: Registration,
+    tasks: anyio.abc.TaskGroup,
+    secret: bytes | None = None,
 ) -> None:
     duties = WatchedDuties(life, worker)
-    link = WorkerLink(reg, duties, life.bus, life.keys, life.leases, life.roster, life.clock, life.world.settings.lease)
+    link = WorkerLink(
+        *(reg, duties, life.bus, life.keys, life.leases, life.roster, life.clock, life.world.settings.lease, secret)
+    )
     await tasks.start(worker.run, link)
     tasks.start_soon(link.read)
     tasks.start_soon(link.renew)

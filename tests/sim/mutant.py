@@ -22,6 +22,7 @@ class Mutant:
     patches: tuple[tuple[Any, str, Any], ...] = ()
     leavers: float = 0.1
     queued: float = 0.15
+    several: float = 0.05
     every_s: float = 0.4  # mean time between two faults
     sizes: tuple[tuple[str, int], ...] = ()  # of the plan
     also: tuple[tuple[str, str], ...] = ()  # further changes of the script
@@ -35,6 +36,7 @@ class Mutant:
             pace=10,
             leavers=self.leavers,
             queued=self.queued,
+            several=self.several,
         )
         return replace(plan, thorough=True, **dict(self.sizes))
 

@@ -21,6 +21,7 @@ from shared.leases import Leases
 from shared.roster import Roster
 from shared.worker_link import WorkerLink
 from tests.sim.mutant import Mutant, few_attempts, lua, python
+from tests.sim.mutants_of_choices import OF_CHOICES
 from tests.sim.mutants_of_the_queue import OF_THE_QUEUE
 from tests.sim.wrong import (
     accept_any_epoch,
@@ -253,5 +254,5 @@ MUTANTS: tuple[Mutant, ...] = (
     python("a gap is not repaired", Streams, "_repair", do_nothing, WIDOWS),
 )
 
-MUTANTS += OF_THE_QUEUE
+MUTANTS += OF_THE_QUEUE + OF_CHOICES
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}

@@ -38,16 +38,6 @@ OF_THE_QUEUE: tuple[Mutant, ...] = (
         GATEWAYS,
     ),
     lua(
-        "what was lost goes on in another's result",
-        "result_add",
-        " or s[5] ~= ARGV[4] then",
-        " then",
-        ("wipe",),
-        every_s=0.3,
-        queued=0.8,
-        sizes=(("num_gateways", 1),),
-    ),
-    lua(
         "what is out is not written down",
         "result_add",
         "redis.call('HSET', KEYS[1], n, offset + count, c,",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from tests.sim.calls import Ask, draw_asks
+from tests.sim.calls import Ask, draw_asks, with_choices
 
 FAULTS = (
     *("crash", "freeze", "nap", "partition", "slow", "redis_down", "lost_replies"),
@@ -75,6 +75,7 @@ def draw(
     leavers: float = 0.1,
     queued: float = 0.15,
     crowd: float | None = None,
+    several: float = 0.025,
 ) -> Plan:
     """The plan of a seed.
 
@@ -83,6 +84,7 @@ def draw(
     :param pace: how long steps take, 1 to 10: slow ones give the faults time to meet requests. 0 = the seed's choice.
     :param leavers: part of the clients that leave early.
     :param queued: part of the clients that come through the Redis queue.
+    :param several: part of the clients that want several choices.
     :param crowd: how many times closer together clients come; None = `CROWD` if they are `MANY`.
     """
     rng = Random(f"plan {seed}")
@@ -90,6 +92,8 @@ def draw(
     crowd = crowd or (CROWD if num_requests >= MANY else 1.0)
     rate = crowd * rng.choice((60.0, 120.0, 200.0)) / pace**0.5
     asks = tuple(draw_asks(rng, num_requests, rate, leavers, talkative=rng.random() < 0.25, queued=queued))
+    dice = Random(f"choices {seed}")
+    asks = tuple(with_choices(dice, ask) if dice.random() < several else ask for ask in asks)
     num_prefill, num_decode = rng.choice(((2, 2), (1, 2), (2, 1), (3, 2), (1, 1), (0, 2)))
     slots = [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]
     slots += ["gateway-0", "gateway-1", "scheduler-0", "index-0"]

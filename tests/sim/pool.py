@@ -1,17 +1,18 @@
 """Runs worlds on all cores: each in a process of its own making, since a world is one thread of pure Python."""
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import TypeVar
 
 from tests.sim.catches import CATCHES
 from tests.sim.mutant import Mutant
 from tests.sim.mutants import BY_NAME
-from tests.sim.plan import draw
+from tests.sim.plan import Plan, draw
 from tests.sim.runner import Report, run
 
 A = TypeVar("A")
@@ -28,9 +29,32 @@ def processes(count: int | None = None) -> Iterator[Callable[[Callable[[A], R], 
 
     :param count: None = as many as this machine has cores.
     """
+    with executor(count) as pool:
+        yield lambda job, items: pool.map(job, items)
+
+
+def executor(count: int | None = None, *, is_idle: bool = False) -> ProcessPoolExecutor:
+    """Processes that end with this one, however it ends.
+
+    :param count: None = as many as this machine has cores.
+    :param is_idle: they run only where nobody else wants the core.
+    """
     cores = count or len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as executor:
-        yield lambda job, items: executor.map(job, items)
+    return ProcessPoolExecutor(cores, mp_context=get_context("spawn"), initializer=_begin, initargs=(is_idle,))
+
+
+def _begin(is_idle: bool) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if is_idle:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def _end_with_parent() -> None:
+    """Else a pool whose owner was killed runs on to the end of its jobs, and then waits for more."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 @dataclass(frozen=True)
@@ -38,10 +62,13 @@ class Job:
     seed: int
     num_requests: int
 
+    def plan(self) -> Plan:
+        return draw(self.seed, self.num_requests)
+
 
 def run_seed(job: Job) -> Report:
     """The seed's world; a report without its log, unless it failed."""
-    report = run(draw(job.seed, job.num_requests))
+    report = run(job.plan())
     return report if report.violations else report.short()
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from tests.sim.calls import Ask
 from tests.sim.redis_streams import EntryId, Stream, parse_id
 from tests.sim.submits import BAD_STATUS, Submitter
 
@@ -22,8 +22,8 @@ class ResultBook:
     def __init__(self, world: World) -> None:
         self._world = world
         self._seen: dict[str, EntryId] = {}
-        self._tokens: dict[str, list[int]] = {}
-        self._text: dict[str, str] = {}
+        self._tokens: dict[tuple[str, int], list[int]] = {}  # by submission and choice
+        self._text: dict[tuple[str, int], str] = {}
         self._ended: set[str] = set()
         self._endings: dict[str, anyio.Event] = {}
         self._owners: dict[str, str] = {}
@@ -115,23 +115,31 @@ class ResultBook:
         if client is None:
             world.violate(f"tokens for {submission}, which nobody submitted")
             return
-        tokens = self._tokens.setdefault(submission, [])
+        choice = int(values[b"choice"])
+        tokens = self._tokens.setdefault((submission, choice), [])
         if int(values[b"offset"]) != len(tokens):
-            world.violate(f"the result of {submission} goes on at {values[b'offset']!r} after {len(tokens)} tokens")
+            world.violate(
+                f"choice {choice} of {submission} goes on at {values[b'offset']!r} after {len(tokens)} tokens"
+            )
         tokens += json.loads(values[b"tokens"])
-        self._text[submission] = self._text.get(submission, "") + values[b"text"].decode()
-        if not any(self._begins(submission, answer) for answer in self._answers(client)):
-            world.violate(f"the result of {submission} is {tokens}, {self._text[submission]!r}")
+        text = self._text[submission, choice] = self._said(submission, choice) + values[b"text"].decode()
+        if not any(self._begins(tokens, text, ask, choice) for ask in self._asked(client)):
+            world.violate(f"the result of {submission} is {tokens}, {text!r} in choice {choice}")
 
-    def _answers(self, client: Submitter) -> list[tuple[Sequence[int], str, str]]:
-        """Tokens, text and reason of all that was asked under the id."""
-        asks = [ask for ask in (client.ask, client.other()) if ask is not None]
-        return [(ask.tokens(), *ask.expected()) for ask in asks]
+    def _said(self, submission: str, choice: int) -> str:
+        return self._text.get((submission, choice), "")
 
-    def _begins(self, submission: str, answer: tuple[Sequence[int], str, str]) -> bool:
-        tokens, text, _ = answer
-        have = self._tokens[submission]
-        return tuple(have) == tuple(tokens[: len(have)]) and text.startswith(self._text[submission])
+    @staticmethod
+    def _asked(client: Submitter) -> list[Ask]:
+        """All that was asked under the id."""
+        return [ask for ask in (client.ask, client.other()) if ask is not None]
+
+    @staticmethod
+    def _begins(tokens: list[int], text: str, ask: Ask, choice: int) -> bool:
+        """Whether an answer to that begins like this."""
+        if choice >= ask.num_choices:
+            return False
+        return tuple(tokens) == ask.tokens(choice)[: len(tokens)] and ask.expected(choice)[0].startswith(text)
 
     def _end(self, submission: str, client: Submitter | None, values: dict[bytes, bytes]) -> None:
         bad = client.ask.queued.bad if client is not None and client.ask.queued is not None else "id"
@@ -139,13 +147,12 @@ class ResultBook:
             if bad and values[b"status"].decode() != BAD_STATUS[bad]:
                 self._world.violate(f"{submission} ends with {values}, though {bad} is wrong with it")
             return
-        answer = json.loads(values[b"result"])
-        said = (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"])
-        wanted = [] if bad or client is None else [one[1:] for one in self._answers(client)]
-        if said not in wanted or self._text.get(submission, "") != said[0]:
-            self._world.violate(
-                f"{submission} ends with {said} after {self._text.get(submission)!r}, expected {wanted}"
-            )
+        choices = json.loads(values[b"result"])["choices"]
+        said = tuple((choice["text"], choice["finish_reason"]) for choice in choices)
+        wanted = [] if bad or client is None else [ask.expected_all() for ask in self._asked(client)]
+        parts = [self._said(submission, i) for i in range(len(choices))]
+        if said not in wanted or parts != [text for text, _ in said]:
+            self._world.violate(f"{submission} ends with {said} after {parts}, expected {wanted}")
 
     # --- in the end ---
 

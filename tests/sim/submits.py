@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -29,6 +30,8 @@ def body_of(ask: Ask) -> str:
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": ask.max_tokens, "seed": ask.seed}
     if ask.stop_text:
         body["stop"] = [ask.stop_text]
+    if ask.num_choices > 1:
+        body["n"] = ask.num_choices
     if ask.queued.bad == "value":
         body["max_tokens"] = -1
     return json.dumps(body)[: -3 if ask.queued.bad == "json" else None]
@@ -39,8 +42,8 @@ class Submitter:
     """One client of the queue and its request."""
 
     ask: Ask
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
+    texts: list[str] = field(init=False)  # by choice
+    reasons: tuple[str, ...] = ()  # of the choices
     outcome: str = ""  # stop, length, error; "" = still open
     error: str = ""
     ends: int = 0
@@ -49,9 +52,15 @@ class Submitter:
     started_at: float = 0.0
     ended_at: float = 0.0
 
+    def __post_init__(self) -> None:
+        self._forget()
+
     @property
     def is_open(self) -> bool:
         return not self.outcome
+
+    def _forget(self) -> None:
+        self.texts, self.ends = [""] * self.ask.num_choices, 0
 
     async def run(self, world: World) -> None:
         """Submit, listen, and once more whenever Redis has lost everything."""
@@ -65,8 +74,7 @@ class Submitter:
                 tasks.start_soon(self._again, world, link, self.ask.queued.again_after)
             while self.is_open:
                 lives = world.num_wipes
-                self.tokens.clear()
-                self.text, self.ends = "", 0
+                self._forget()
                 await self._submit(world, link, self.ask)
                 await self._listen(world, link, lives)
 
@@ -110,15 +118,15 @@ class Submitter:
 
     def _hear(self, values: dict[bytes, bytes], now: float) -> None:
         if b"status" not in values:
-            self.tokens += json.loads(values[b"tokens"])
-            self.text += values[b"text"].decode()
+            self.texts[int(values[b"choice"])] += values[b"text"].decode()
             return
         self.ends += 1
         if self.is_open:
             self.ended_at = now
             answer = json.loads(values.get(b"result") or values[b"error"])
             if b"result" in values:
-                self.outcome = answer["choices"][0]["finish_reason"]
+                self.reasons = tuple(choice["finish_reason"] for choice in answer["choices"])
+                self.outcome = self.reasons[0]
             else:
                 self.outcome, self.error = "error", f"{values[b'status'].decode()} {answer['error']['code']}"
 
@@ -137,5 +145,6 @@ class Submitter:
             return "" if right else f"{bad} is wrong with it, and it ended with {self.outcome} {self.error}"
         if self.outcome == "error":
             return ""  # the judge knows whether it may
-        wanted = [ask.expected() for ask in (self.ask, self.other()) if ask is not None]
-        return "" if (self.text, self.outcome) in wanted else f"{self.outcome} after {self.text!r}, expected {wanted}"
+        wanted = [ask.expected_all() for ask in (self.ask, self.other()) if ask is not None]
+        said = tuple(zip_longest(self.texts, self.reasons))
+        return "" if said in wanted else f"it ended with {said}, expected {wanted}"

@@ -1,21 +1,13 @@
 """Planted bugs, each of which the judge must catch: one that survives fails the build."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.sim.catches import CATCHES
 from tests.sim.mutant import Mutant
 from tests.sim.mutants import BY_NAME, MUTANTS
-from tests.sim.pool import Catch, catch, catch_it_alone, processes
+from tests.sim.pool import Catch, catch_it_alone, processes
 
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(scope="module")
-def caught() -> Iterator[dict[str, Catch]]:
-    with processes() as each:
-        yield {found.name: found for found in each(catch, list(BY_NAME))}
 
 
 @pytest.mark.parametrize("name", list(BY_NAME))

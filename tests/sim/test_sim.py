@@ -1,23 +1,19 @@
 """The whole system in one process, on virtual time, under seeded faults: every client is answered rightly, and nothing
-is left behind. `python -m tests.sim` runs more seeds than these; BATON_SIM_SEEDS and BATON_SIM_REQUESTS size them."""
+is left behind. `python -m tests.sim` runs more seeds than these."""
 
-import os
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from shared.ids import Incarnation, RequestId
+from tests.sim.background import REQUESTS, SEEDS
 from tests.sim.loop import VirtualLoop
 from tests.sim.plan import EVERY_KIND, Fault, draw
-from tests.sim.pool import Job, processes, run_cancels, run_seed
+from tests.sim.pool import Job, processes, run_cancels
 from tests.sim.runner import Report, run
 from tests.sim.shrink import describe, shrink
 from tests.sim.world import World
-
-SEEDS = int(os.environ.get("BATON_SIM_SEEDS", "50"))
-REQUESTS = int(os.environ.get("BATON_SIM_REQUESTS", "1000"))
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -28,13 +24,6 @@ def test_smoke(seed: int) -> None:
     plan = draw(seed, 60, every_s=0.3)
     if run(plan).violations:
         pytest.fail(describe(shrink(plan), 60), pytrace=False)
-
-
-@pytest.fixture(scope="module")
-def reports() -> Iterator[dict[int, Report]]:
-    """Of all seeds, on all cores."""
-    with processes() as each:
-        yield {report.plan.seed: report for report in each(run_seed, [Job(s, REQUESTS) for s in range(1, SEEDS + 1)])}
 
 
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
@@ -77,10 +66,10 @@ def test_a_seed_is_the_same_each_time(seed: int) -> None:
     assert first == second
 
 
-@pytest.mark.parametrize("at", [3.99, 4.49, 4.97])
+@pytest.mark.parametrize("at", [3.3, 3.45, 3.49])
 def test_a_clock_set_forward_is_no_fault_of_the_reapers(at: float) -> None:
     """Leases that end at once are not overdue before it may reap; whoever looks just then must know that."""
-    plan = replace(draw(3, 60, kinds=(), pace=10), faults=(Fault(at, "jump", "", 0.0, 20.0),))
+    plan = replace(draw(6, 60, kinds=(), pace=10), faults=(Fault(at, "jump", "", 0.0, 20.0),))
     assert not run(plan).violations
 
 

@@ -93,7 +93,7 @@ _accept = RequestStream.accept
 
 
 def accept_repeats(self: RequestStream, event: Tokens, now: float) -> None:
-    self._take(list(event.token_ids), now)
+    self._take(event.choice, list(event.token_ids), now)
 
 
 async def state_of_now(self: WorkerLink, task: Any) -> Any:

@@ -9,6 +9,7 @@ import anyio
 import httpx
 import pytest
 
+from services.gateway.generation import RETELL_S
 from services.gateway.prepare import MAX_PROMPT_LOGPROBS
 from shared.messages import EpochRaised, Finished, GatewayMsg, GenerateRequest, TokenLogprobs, Tokens
 from tests.unit.gateway.conftest import Gateway
@@ -157,6 +158,23 @@ async def test_the_worker_is_told_of_a_choice_that_is_cut(gateway: Gateway) -> N
         assert gateway.port.stopped == [(r, 1, 0), (r, 2, 0)]
         gateway.port.emit(Tokens(r, 2, 1, 3, tuple(other[3:])), Finished(r, 2, "stop", 6, 0, "", (len(other),)))
     assert not gateway.port.cancelled
+
+
+async def test_a_worker_that_missed_a_hint_is_told_again(gateway: Gateway) -> None:
+    """It goes on with a choice that is cut: after a second it is told once more, not for every token."""
+    cut, other = gateway.ids("yes STOP no more"), gateway.ids("no end in sight here")
+    async with gateway.client() as client, anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(ask, client, n=2, stop=" STOP", max_tokens=20))
+        await gateway.port.admit_seen.wait()
+        r = gateway.port.admitted[0].request_id
+        gateway.port.emit(Tokens(r, 1, 0, 0, tuple(cut[:3])), Tokens(r, 1, 1, 0, tuple(other[:1])))
+        for i in range(6):
+            await anyio.wait_all_tasks_blocked()
+            gateway.clock.advance(RETELL_S / 4)
+            gateway.port.emit(Tokens(r, 1, 0, 3 + i, (5,)))
+        await anyio.wait_all_tasks_blocked()
+        assert gateway.port.stopped == [(r, 1, 0)] * 2
+        gateway.port.emit(Tokens(r, 1, 1, 1, tuple(other[1:])), Finished(r, 1, "stop", 9, 0, "", (len(other),)))
 
 
 async def test_logprobs_of_a_completion(gateway: Gateway) -> None:

@@ -177,6 +177,21 @@ async def test_a_jump_of_redis_clock_kills_nobody(cell: Cell, desk: Desk, clock:
     assert cell.calls["requeue"] == 1, "who has not renewed by then is lost"
 
 
+async def test_a_jump_in_the_middle_of_a_look_kills_nobody_either(cell: Cell, desk: Desk, clock: ManualClock) -> None:
+    """Redis' clock is set forward when the look has begun: who is overdue by it was not a moment before."""
+    await a_running_request(cell, desk)
+    clock.advance(2 * LEASE_S)
+    await desk.scheduler.reaper.look()
+
+    async def overdue():
+        cell.time_jump_s = 3600.0
+        return [Incarnation("d0")]
+
+    cell.dead_workers = overdue  # type: ignore[method-assign]
+    await desk.scheduler.reaper.look()
+    assert "bury" not in cell.calls
+
+
 async def test_deadlines_are_pulled_in_when_redis_clock_goes_back(cell: Cell, desk: Desk, clock: ManualClock) -> None:
     """And at the start, as it may have gone back before; not while it only runs on."""
     for _ in range(3):

@@ -1,12 +1,14 @@
 """The Lua face, script by script, on a real Redis: fences, credit, log, and who is told."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from shared.bus import RedisBus
 from shared.clock import SystemClock
-from shared.config import RedisConfig
+from shared.config import LeaseConfig, RedisConfig
+from shared.errors import BusError
 from shared.ids import Incarnation, RequestId
 from shared.keys import NOBODY, Keys
 from shared.leases import Leases
@@ -25,6 +27,7 @@ from shared.messages import (
 from shared.randomness import SeededRandomness
 from shared.redis_link import RedisLink
 from shared.roster import Roster
+from shared.worker_link import Buried, WorkerLink
 from tests.unit.shared.cell import A1, A2, GW, Cell, D, P, R, dispatched, placement, registration, request
 
 pytestmark = pytest.mark.anyio
@@ -270,6 +273,47 @@ async def test_the_deployment_key_is_made_once(cell: Cell) -> None:
     other = Leases(cell.link, cell.keys, SeededRandomness(2))
     assert len(first) == 32
     assert await other.deployment_key() == first
+
+
+class Forgetful:
+    """A client whose Redis loses everything after each of the first few times that a key was made."""
+
+    def __init__(self, client: Any, num_losses: int) -> None:
+        self._client, self._num_losses = client, num_losses
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def setnx(self, key: str, value: str) -> Any:
+        made = await self._client.setnx(key, value)
+        if self._num_losses:
+            self._num_losses -= 1
+            await self._client.flushdb()
+        return made
+
+
+@pytest.mark.parametrize(("num_losses", "is_made"), [(1, True), (100, False)])
+async def test_a_deployment_key_that_is_lost_at_once_is_made_again(cell: Cell, num_losses: int, is_made: bool) -> None:
+    """A worker that starts just when Redis loses everything; one that loses it for ever is an error of the bus."""
+    cell.link.client = Forgetful(cell.link.client, num_losses)
+    if is_made:
+        assert len(await cell.leases.deployment_key()) == 32
+        return
+    with pytest.raises(BusError, match="again and again"):
+        await cell.leases.deployment_key()
+
+
+async def test_a_worker_with_the_secret_of_a_lost_cell_does_not_work(cell: Cell) -> None:
+    """Redis lost everything between its reading the secret and its registration: no capability would ever fit."""
+    secret = await cell.leases.deployment_key()
+    await cell.link.client.flushdb()
+    clock, duties = SystemClock(), None
+    link = WorkerLink(
+        *(registration(P, "prefill"), duties, cell.bus, cell.keys, cell.leases, cell.roster, clock, LeaseConfig()),
+        secret=secret,
+    )
+    with pytest.raises(Buried, match="lost everything"):
+        await link.beat()
 
 
 async def test_a_step_of_any_size_is_emitted(cell: Cell) -> None:
