@@ -5,6 +5,7 @@ import numpy.typing as npt
 
 TILE: int
 
+def linear_body() -> str: ...
 def simd_name() -> str: ...
 
 class LayerCache:

@@ -7,7 +7,32 @@
 
 namespace baton {
 
+namespace {
+
+bool cpu_has_avx512() {
+#if defined(BATON_SIMDE)
+  return cpu_has_avx2();
+#elif defined(BATON_AVX512)
+  static const bool has = cpu_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+  return has;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+const char* linear_body() {
+  const LinearOps* ops = &linear_ops(true);
+  return ops == &scalar_linear ? "scalar" : cpu_has_avx512() ? "avx512" : "avx2";
+}
+
 const LinearOps& linear_ops(bool simd) {
+#ifdef BATON_AVX512
+  static const LinearOps avx512 = {avx2_linear.prepare, avx512_multiply};
+  if (simd && cpu_has_avx512()) return avx512;
+#endif
 #ifdef BATON_AVX2
   if (simd && cpu_has_avx2()) return avx2_linear;
 #endif

@@ -78,8 +78,13 @@ extern const RowOps scalar_rows;
 extern const LinearOps avx2_linear;
 extern const RowOps avx2_rows;
 #endif
+#ifdef BATON_AVX512
+void avx512_multiply(const Matrix& w, int64_t block, const uint8_t* x, int64_t row_bytes, int64_t num_rows, float* out,
+                     int64_t out_stride);
+#endif
 
 const LinearOps& linear_ops(bool simd);
+const char* linear_body();  // which one `linear_ops(true)` is: avx512, avx2 or scalar
 const RowOps& row_ops(bool simd);
 
 // Row `row` of the matrix, widened to float32 (embedding lookup).

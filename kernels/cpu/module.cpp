@@ -1,6 +1,7 @@
 // The Python side. Tensors come as addresses with strides: kernels/ops.py has checked them, and no tensor
 // library's headers are needed. The GIL is released while a kernel runs.
 #include "cache.h"
+#include "linear.h"
 #include "module.h"
 
 using namespace baton;
@@ -49,6 +50,7 @@ const char* simd_name() { return &tile_ops(true, 8) == &scalar_ops ? "scalar" : 
 NB_MODULE(_kernels, m) {
   using release = nb::call_guard<nb::gil_scoped_release>;
   m.attr("TILE") = TILE;
+  m.def("linear_body", &linear_body, "What runs the linear layers on this CPU: avx512, avx2 or scalar.");
   m.def("simd_name", &simd_name, "Instruction set that the kernels use on this CPU: avx2 or scalar.");
   nb::class_<LayerCache>(m, "LayerCache", "One layer's view of the pool; strides in elements. Does not own it.")
       .def("__init__", [](LayerCache* self, uintptr_t base, int dtype, int64_t num_blocks, int64_t num_kv_heads,

@@ -151,11 +151,12 @@ def check(
     tests: Annotated[bool, typer.Option(help="Run the tests too.")] = True,
     sanitize: Annotated[bool, typer.Option("--sanitize", help="And the kernels' under ASan and UBSan.")] = False,
     scalar: Annotated[bool, typer.Option("--scalar", help="And the kernels' built without AVX2.")] = False,
+    avx512: Annotated[bool, typer.Option("--avx512", help="And the kernels' for AVX-512, through SIMDe.")] = False,
 ) -> None:
     """Lint, format check, type check and tests: all that a change must pass."""
     from services.cli.checks import run_checks
 
-    variants = [name for name, wanted in (("sanitize", sanitize), ("scalar", scalar)) if wanted]
+    variants = [name for name, wanted in (("sanitize", sanitize), ("scalar", scalar), ("avx512", avx512)) if wanted]
     if failed := run_checks(tests=tests, variants=variants):
         raise CommandError(f"failed: {', '.join(failed)}")
     print("All checks passed.")
