@@ -29,6 +29,7 @@ class LineClient(aioredis.Redis):
         super().__init__(connection_pool=connection_pool)
         self._shared: Line | None = None
         self._idle: list[Line] = []
+        self._taken_lines: set[Line] = set()
         self._connecting = anyio.Lock()
         self._failure: RedisError | None = None  # of the last attempt to connect
         self._num_failures = 0
@@ -67,7 +68,7 @@ class LineClient(aioredis.Redis):
         ]
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
-        for line in (self._shared, *self._idle):
+        for line in (self._shared, *self._idle, *self._taken_lines):
             if line is not None:
                 line.close()
         self._shared, self._idle = None, []
@@ -88,7 +89,7 @@ class LineClient(aioredis.Redis):
             if self._shared is not None and self._shared.is_open:
                 return self._shared
             if self._failure is not None and self._num_failures != before:
-                raise self._failure
+                raise self._failure.with_traceback(None)  # one for all who waited: their frames must not gather in it
             try:
                 self._shared = await open_line(self.connection_pool)
             except RedisError as exc:
@@ -107,12 +108,16 @@ class LineClient(aioredis.Redis):
     @contextmanager
     def _taken(self, line: Line) -> Iterator[Line]:
         """A line that nobody else uses meanwhile. Who gives up breaks it, as its answer is still to come."""
+        self._taken_lines.add(line)
         try:
             yield line
         except BaseException:
             line.close()
             raise
-        self._idle.append(line)
+        finally:
+            self._taken_lines.discard(line)
+        if line.is_open:
+            self._idle.append(line)
 
 
 class _Batch(Pipeline):

@@ -78,7 +78,7 @@ class Line(asyncio.Protocol):
     """Answers are bytes, numbers, None, lists of these, or a `RedisError` as a value."""
 
     def __init__(self, timeout_s: float) -> None:
-        """:param timeout_s: without an answer for so long the line is given up."""
+        """:param timeout_s: if calls wait and nothing comes for so long, the line is given up."""
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._parser = hiredis.Reader(replyError=error_of, notEnoughData=_NO_MORE)
@@ -86,6 +86,7 @@ class Line(asyncio.Protocol):
         self._calls: deque[_Call] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._error: Exception | None = None
+        self._heard_at = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -101,8 +102,8 @@ class Line(asyncio.Protocol):
         if self._transport is None or self._error is not None:
             reply.set_exception(self._error or RedisConnectionError("the connection is not open"))
             return reply
+        self._transport.write(data)  # first: a write that raised must leave no call that takes another's answer
         self._calls.append(_Call(reply, count, self._loop.time()))
-        self._transport.write(data)
         if self._timer is None:
             self._timer = self._loop.call_later(self._timeout_s, self._look)
         return reply
@@ -119,7 +120,7 @@ class Line(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
 
     def data_received(self, data: bytes) -> None:
-        parser = self._parser
+        parser, self._heard_at = self._parser, self._loop.time()
         try:
             parser.feed(data)
             while (answer := parser.gets()) is not _NO_MORE:
@@ -142,11 +143,11 @@ class Line(asyncio.Protocol):
                 call.reply.set_result(call.answers)
 
     def _look(self) -> None:
-        """The line breaks if the eldest call has waited too long."""
+        """The line breaks if the eldest call has waited too long, and nothing came meanwhile."""
         self._timer = None
         if not self._calls:
             return
-        left_s = self._calls[0].sent_at + self._timeout_s - self._loop.time()
+        left_s = max(self._calls[0].sent_at, self._heard_at) + self._timeout_s - self._loop.time()
         if left_s <= 0:
             self.close(RedisTimeoutError(f"no answer for {self._timeout_s} s"))
         else:

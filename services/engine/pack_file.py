@@ -99,9 +99,12 @@ def _open(path: Path, plan: PackPlan) -> Buffer | None:
         return None
     with suppress(OSError, AttributeError):
         mapped.madvise(mmap.MADV_HUGEPAGE)
-    with suppress(OSError, ValueError):  # an older kernel reads pages when they are touched
+    try:
         for start in range(0, size, _POPULATE_BYTES):
             mapped.madvise(_MADV_POPULATE_READ, start, min(_POPULATE_BYTES, size - start))
+    except (OSError, ValueError, AttributeError):  # an older kernel
+        with suppress(OSError, AttributeError):
+            mapped.madvise(mmap.MADV_WILLNEED)
     return np.frombuffer(mapped, np.uint8, offset=_HEADER_BYTES)
 
 
@@ -115,7 +118,7 @@ def _write(path: Path, checkpoint: Checkpoint, plan: PackPlan) -> None:
             file.write(buffer.data)
             file.flush()
             os.fdatasync(file.fileno())
-            with suppress(AttributeError):  # written in whatever pages came: read it anew, in large ones
+            with suppress(OSError, AttributeError):  # written in whatever pages came: read it anew, in large ones
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             Path(file.name).replace(path)
         except BaseException:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 
-from tests.sim.pool import Catch, Job, catch, executor, run_seed
+from tests.sim.pool import Catch, Job, catch, executor, rank, run_seed
 from tests.sim.runner import Report
 
 SEEDS = int(os.environ.get("BATON_SIM_SEEDS", "50"))
@@ -49,6 +49,6 @@ class Background:
     def _hurry(self) -> None:
         """Somebody waits: as important as others from now on, where the system allows that."""
         for worker in self._pool._processes.values():
-            with suppress(PermissionError, ProcessLookupError):
+            with suppress(OSError):
                 if worker.pid is not None:
-                    os.sched_setscheduler(worker.pid, os.SCHED_OTHER, os.sched_param(0))
+                    rank(worker.pid, 0, os.SCHED_OTHER)

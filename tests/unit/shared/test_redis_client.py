@@ -245,6 +245,37 @@ async def test_answers_in_pieces_are_answers(tmp_path: Path):
             assert str(answers[1]) == "WRONGTYPE no"
 
 
+async def test_an_answer_that_takes_long_to_come_is_no_silence(tmp_path: Path):
+    """What arrives in pieces, each in time, may take longer in all than one silence may."""
+
+    async def talk(peer: Peer) -> None:
+        await peer.receive()
+        await peer.send(b"$8\r\n")
+        for byte in b"answered":
+            await anyio.sleep(0.05)
+            await peer.send(bytes([byte]))
+        await peer.send(b"\r\n")
+        await peer.swallow()
+
+    async with talking(tmp_path, talk) as client:
+        assert await client.execute_command("GET", "x") == b"answered"
+
+
+async def test_closing_ends_reads_that_wait(client: LineClient):
+    """Lines that are in use are closed too."""
+    async with anyio.create_task_group() as tasks:
+
+        async def read() -> None:
+            with pytest.raises(RedisConnectionError):
+                await client.execute_command("XREAD", "BLOCK", 60_000, "STREAMS", "none", "0")
+
+        tasks.start_soon(read)
+        with anyio.fail_after(20):
+            while not any(one["cmd"] == "xread" for one in await client.client_list()):
+                await anyio.lowlevel.checkpoint()
+        await client.aclose()
+
+
 @pytest.mark.parametrize("garbage", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
 async def test_what_is_no_redis_is_a_broken_connection(tmp_path: Path, garbage: bytes):
     """Another protocol, or an end in place of an answer."""
