@@ -292,9 +292,10 @@ class Leases:
         other = prefill or NOBODY
         keys = [self._keys.request(fence.request_id), self._keys.leases(), self._keys.held(other)]
         keys.append(self._keys.control(other).key)
-        message = Cancel(request_id=fence.request_id, epoch=fence.epoch, reason="decode computes the prompt")
-        args = [fence.request_id, fence.epoch, fence.attempt, holder, phase, int(lease_s * 1000)]
-        args += [encode(message) if in_vain and prefill else b"", CONTROL_MS]
+        told = b""
+        if in_vain and prefill:
+            told = encode(Cancel(request_id=fence.request_id, epoch=fence.epoch, reason="decode computes the prompt"))
+        args = [fence.request_id, fence.epoch, fence.attempt, holder, phase, int(lease_s * 1000), told, CONTROL_MS]
         return _HOLDINGS[await self._scripts.run("accept", keys, args)]
 
     async def renew(self, holder: Incarnation, fences: Sequence[Fence], lease_s: float) -> list[Holding]:

@@ -32,7 +32,9 @@ class Ticket(Protocol[T_co]):
 
     async def wait_at_most(self, seconds: float) -> bool:
         """As `wait`, but not for longer than this; whether the call is over, as far as the event loop was told."""
-        ...
+        with anyio.move_on_after(seconds):
+            await self.wait()
+        return self.is_over
 
     @property
     def is_over(self) -> bool: ...
@@ -167,7 +169,7 @@ def _join_all() -> None:
 atexit.register(_join_all)
 
 
-class _LazyTicket:
+class _LazyTicket(Ticket[Any]):
     def __init__(self, fn: Callable[..., Any], args: tuple[object, ...]) -> None:
         self._call: tuple[Callable[..., Any], tuple[object, ...]] | None = (fn, args)
         self._result: Any = None
@@ -186,11 +188,6 @@ class _LazyTicket:
             self._result = fn(*args)
         except Exception as exc:
             self._error = exc
-
-    async def wait_at_most(self, seconds: float) -> bool:
-        with anyio.move_on_after(seconds):
-            await self.wait()
-        return self.is_over
 
     def result(self) -> Any:
         if self._error is not None:

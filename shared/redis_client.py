@@ -44,10 +44,7 @@ class LineClient(aioredis.Redis):
             with self._taken(await self._own_line()) as line:
                 (answer,) = await line.send(packed(args))
         else:
-            line = self._shared
-            if line is None or not line.is_open:
-                line = await self._shared_line()
-            (answer,) = await line.send(packed(args))
+            (answer,) = await (await self._shared_line()).send(packed(args))
         return self._finished(name, answer, options)
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
@@ -57,9 +54,7 @@ class LineClient(aioredis.Redis):
 
     async def send_together(self, commands: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> list[Any]:
         """The answers to commands with their options; an error is an answer too."""
-        line = self._shared
-        if line is None or not line.is_open:
-            line = await self._shared_line()
+        line = await self._shared_line()
         answers = await line.send(b"".join([packed(args) for args, _ in commands]), len(commands))
         pairs = zip(commands, answers, strict=True)
         return [
@@ -84,9 +79,11 @@ class LineClient(aioredis.Redis):
 
     async def _shared_line(self) -> Line:
         """Whoever waits for another's attempt shares its outcome: no queue of attempts at a Redis that is away."""
+        if self._shared is not None and self._shared.is_open:
+            return self._shared
         before = self._num_failures
         async with self._connecting:
-            if self._shared is not None and self._shared.is_open:
+            if self._shared is not None and self._shared.is_open:  # by whom we waited for
                 return self._shared
             if self._failure is not None and self._num_failures != before:
                 raise self._failure.with_traceback(None)  # one for all who waited: their frames must not gather in it

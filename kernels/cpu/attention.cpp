@@ -118,8 +118,8 @@ Queries queries_of(const AttentionArgs& args, const LayerCache& cache, const Ite
     std::fill_n(&s.visible[at], group, static_cast<int>(std::min<int64_t>(TILE, position - first_token + 1)));
   }
   const int64_t at = skip * group;
-  return {&s.q[at * cache.head_dim], &s.acc[at * cache.head_dim], &s.max[at],   &s.sum[at], s.first.data(),
-          s.visible.data(),          (end - skip) * group,        args.softcap, whole};
+  return {&s.q[at * cache.head_dim], &s.acc[at * cache.head_dim], &s.max[at], &s.sum[at],
+          s.first.data(), s.visible.data(), (end - skip) * group, args.softcap, whole};
 }
 
 // Packs the tile, then lets all queries see it.

@@ -62,6 +62,28 @@ struct LinearOps {
                    int64_t out_stride);
 };
 
+// What bodies of `multiply` share. `static`: each file gets its own copy, compiled for its own processor (tile.h says why).
+using RowsTile = void (*)(const Matrix& w, int64_t block, const uint8_t* x, int64_t row_bytes, float* out,
+                          int64_t out_stride);
+
+// A block for all rows; tiles[r] takes r at once. Rows in equal shares: 16 as 6 + 5 + 5, not 6 + 6 + 4.
+template <int64_t N>
+static inline void multiply_in_shares(const RowsTile (&tiles)[N], const Matrix& w, int64_t block, const uint8_t* x,
+                                      int64_t row_bytes, int64_t num_rows, float* out, int64_t out_stride) {
+  constexpr int64_t MOST = N - 1;
+  for (int64_t left = (num_rows + MOST - 1) / MOST; left > 0; --left) {
+    const int64_t take = (num_rows + left - 1) / left;
+    tiles[take](w, block, x, row_bytes, out, out_stride);
+    x += take * row_bytes;
+    out += take * out_stride;
+    num_rows -= take;
+  }
+}
+
+static inline void prefetch(const uint8_t* p, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(p + line);
+}
+
 // Row-wise float ops; n is the row's length.
 struct RowOps {
   void (*rms_norm)(const float* x, const float* weight, int64_t n, float eps, float* out);

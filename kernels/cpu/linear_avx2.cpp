@@ -9,8 +9,6 @@
 namespace baton {
 namespace {
 
-constexpr int MAX_ROWS = 6;
-
 inline __m256i load_bytes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 
 inline __m256 load_halves(const uint8_t* p) {
@@ -64,10 +62,6 @@ struct Sums {
       for (int h = 0; h < 2; ++h) _mm256_storeu_ps(out + r * out_stride + 8 * h, get(r, h));
   }
 };
-
-inline void prefetch(const uint8_t* p, int64_t bytes) {
-  for (int64_t line = 0; line < bytes; line += 64) _mm_prefetch(p + line, _MM_HINT_T0);
-}
 
 // R rows times a 4-bit block.
 template <int R>
@@ -181,16 +175,8 @@ void tile(const Matrix& w, int64_t block, const uint8_t* x, int64_t row_bytes, f
 
 void multiply_block(const Matrix& w, int64_t block, const uint8_t* x, int64_t row_bytes, int64_t num_rows, float* out,
                     int64_t out_stride) {
-  using Tile = void (*)(const Matrix&, int64_t, const uint8_t*, int64_t, float*, int64_t);
-  static constexpr Tile tiles[MAX_ROWS + 1] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
-  // Rows in equal shares: 16 as 6 + 5 + 5, not 6 + 6 + 4.
-  for (int64_t left = (num_rows + MAX_ROWS - 1) / MAX_ROWS; left > 0; --left) {
-    const int64_t take = (num_rows + left - 1) / left;
-    tiles[take](w, block, x, row_bytes, out, out_stride);
-    x += take * row_bytes;
-    out += take * out_stride;
-    num_rows -= take;
-  }
+  static constexpr RowsTile tiles[] = {nullptr, tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
+  multiply_in_shares(tiles, w, block, x, row_bytes, num_rows, out, out_stride);
 }
 
 // The largest magnitude of 32 floats, NaN if one is NaN: magnitudes compare like the integers of their bits.

@@ -14,12 +14,6 @@
 namespace baton {
 namespace {
 
-#ifdef BATON_SIMDE
-constexpr int MAX_ROWS = 3;  // emulated, each further shape takes minutes to compile
-#else
-constexpr int MAX_ROWS = 12;
-#endif
-
 inline __m512i broadcast4(const void* p) {
   int32_t bits;
   memcpy(&bits, p, 4);
@@ -56,10 +50,6 @@ template <int R>
 inline void write(const __m512* sums, float* out, int64_t out_stride) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) _mm512_storeu_ps(out + r * out_stride, sums[r]);
-}
-
-inline void prefetch(const uint8_t* p, int64_t bytes) {
-  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(p + line);
 }
 
 // R rows times a 4-bit block: outputs 0-7 from the low nibbles, 8-15 from the high ones.
@@ -163,20 +153,13 @@ void tile(const Matrix& w, int64_t block, const uint8_t* x, int64_t row_bytes, f
 
 void avx512_multiply(const Matrix& w, int64_t block, const uint8_t* x, int64_t row_bytes, int64_t num_rows, float* out,
                      int64_t out_stride) {
-  using Tile = void (*)(const Matrix&, int64_t, const uint8_t*, int64_t, float*, int64_t);
-#ifdef BATON_SIMDE
-  static constexpr Tile tiles[] = {nullptr, tile<1>, tile<2>, tile<3>};
+#ifdef BATON_SIMDE  // emulated, each further shape takes minutes to compile
+  static constexpr RowsTile tiles[] = {nullptr, tile<1>, tile<2>, tile<3>};
 #else
-  static constexpr Tile tiles[] = {nullptr, tile<1>, tile<2>, tile<3>,  tile<4>,  tile<5>, tile<6>,
-                                   tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>};
+  static constexpr RowsTile tiles[] = {nullptr, tile<1>, tile<2>, tile<3>,  tile<4>,  tile<5>, tile<6>,
+                                       tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>};
 #endif
-  for (int64_t left = (num_rows + MAX_ROWS - 1) / MAX_ROWS; left > 0; --left) {  // rows in equal shares
-    const int64_t take = (num_rows + left - 1) / left;
-    tiles[take](w, block, x, row_bytes, out, out_stride);
-    x += take * row_bytes;
-    out += take * out_stride;
-    num_rows -= take;
-  }
+  multiply_in_shares(tiles, w, block, x, row_bytes, num_rows, out, out_stride);
 }
 
 }  // namespace baton

@@ -19,8 +19,8 @@ static inline __m256 exp8(__m256 x) {
   return _mm256_mul_ps(p, _mm256_castsi256_ps(power));
 }
 
-// 2^x: 2^n * 2^r with |r| <= 1/2, 2^r by the polynomial of 5th degree whose largest relative
-// error is least (9.2e-8) among those that give 1 for r = 0. x is clamped to -125..126, so the result is never 0 nor infinite; NaN stays.
+// 2^x: 2^n * 2^r with |r| <= 1/2, 2^r by the polynomial of 5th degree whose largest relative error is least (9.2e-8)
+// among those that give 1 for r = 0. x is clamped to -125..126, so the result is never 0 nor infinite; NaN stays.
 static inline __m256 exp2_8(__m256 x) {
   const __m256 shift = _mm256_set1_ps(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
   x = _mm256_min_ps(_mm256_set1_ps(126.0f), _mm256_max_ps(_mm256_set1_ps(-125.0f), x));  // of a NaN, the second operand

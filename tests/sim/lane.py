@@ -9,6 +9,7 @@ import anyio
 
 from services.engine.types import StepPlan
 from services.transfer.landing import Ticket
+from shared.offload import Ticket as LaneTicket
 from tests.sim.plan import HANG_S
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class StepOffload:
         return ticket
 
 
-class StepTicket:
+class StepTicket(LaneTicket[Any]):
     """What a lane's thread would have done by a moment of virtual time. Done in the order of the lane."""
 
     def __init__(
@@ -68,11 +69,6 @@ class StepTicket:
     async def wait(self) -> None:
         await self._world.clock.sleep(max(0.0, self._due - self._world.clock.now()))
         self.do()
-
-    async def wait_at_most(self, seconds: float) -> bool:
-        with anyio.move_on_after(seconds):
-            await self.wait()
-        return self.is_over
 
     @property
     def is_over(self) -> bool:

@@ -1,7 +1,8 @@
 """Choices, log-probabilities, echo and how text looks: a scripted model, the shapes of OpenAI's API."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from services.gateway.generation import RETELL_S
 from services.gateway.prepare import MAX_PROMPT_LOGPROBS
+from shared.ids import RequestId
 from shared.messages import EpochRaised, Finished, GatewayMsg, GenerateRequest, TokenLogprobs, Tokens
 from tests.unit.gateway.conftest import Gateway
 from tests.unit.gateway.fakes import Script
@@ -138,8 +140,10 @@ async def test_a_stop_string_ends_its_own_choice(gateway: Gateway) -> None:
     ]
 
 
-async def test_the_worker_is_told_of_a_choice_that_is_cut(gateway: Gateway) -> None:
-    """Once, while the other goes on; the worker of a later epoch again, when it goes on with that choice."""
+@asynccontextmanager
+async def one_of_two_is_cut(gateway: Gateway) -> AsyncIterator[tuple[RequestId, list[int], list[int]]]:
+    """A request for two choices, the first of which a stop string ends with its fourth token. Three of it and one of
+    the other are there. -> the request, the tokens of both; it must be finished in here."""
     cut, other = gateway.ids("yes STOP no more"), gateway.ids("no end in sight here")
     async with gateway.client() as client, anyio.create_task_group() as tasks:
         tasks.start_soon(partial(ask, client, n=2, stop=" STOP", max_tokens=20))
@@ -147,6 +151,12 @@ async def test_the_worker_is_told_of_a_choice_that_is_cut(gateway: Gateway) -> N
         r = gateway.port.admitted[0].request_id
         gateway.port.emit(Tokens(r, 1, 0, 0, tuple(cut[:3])), Tokens(r, 1, 1, 0, tuple(other[:1])))
         await anyio.wait_all_tasks_blocked()
+        yield r, cut, other
+
+
+async def test_the_worker_is_told_of_a_choice_that_is_cut(gateway: Gateway) -> None:
+    """Once, while the other goes on; the worker of a later epoch again, when it goes on with that choice."""
+    async with one_of_two_is_cut(gateway) as (r, cut, other):
         gateway.port.emit(Tokens(r, 1, 0, 3, tuple(cut[3:4])), Tokens(r, 1, 1, 1, tuple(other[1:2])))
         await anyio.wait_all_tasks_blocked()
         assert gateway.port.stopped == [(r, 1, 0)]
@@ -162,12 +172,7 @@ async def test_the_worker_is_told_of_a_choice_that_is_cut(gateway: Gateway) -> N
 
 async def test_a_worker_that_missed_a_hint_is_told_again(gateway: Gateway) -> None:
     """It goes on with a choice that is cut: after a second it is told once more, not for every token."""
-    cut, other = gateway.ids("yes STOP no more"), gateway.ids("no end in sight here")
-    async with gateway.client() as client, anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(ask, client, n=2, stop=" STOP", max_tokens=20))
-        await gateway.port.admit_seen.wait()
-        r = gateway.port.admitted[0].request_id
-        gateway.port.emit(Tokens(r, 1, 0, 0, tuple(cut[:3])), Tokens(r, 1, 1, 0, tuple(other[:1])))
+    async with one_of_two_is_cut(gateway) as (r, _, other):
         for i in range(6):
             await anyio.wait_all_tasks_blocked()
             gateway.clock.advance(RETELL_S / 4)

@@ -32,7 +32,7 @@ class State:
     def say(self, role: str, *parts: Any, entry: str = "*", name: str = "m") -> None:
         """One message on a stream; with several parts, these are names and values."""
         fields = [name, parts[0]] if len(parts) == 1 else list(parts)
-        self.keys.setdefault(role, []).append((entry, [_raw(part) for part in fields]))
+        self.keys.setdefault(role, []).append((entry, [raw(part) for part in fields]))
 
     def drop(self, role: str, member: str) -> bool:
         """Out of a hash, sorted set or set, which goes with its last member."""
@@ -67,7 +67,7 @@ class State:
         self.expire("req", "log")
 
 
-def _raw(value: Any) -> bytes:
+def raw(value: Any) -> bytes:
     return value if isinstance(value, bytes) else str(value).encode()
 
 
@@ -288,79 +288,6 @@ def refund(s: State, held: str, keep: str, message: bytes) -> Any:
 # --- who lives -------------------------------------------------------------------------------------
 
 
-def register(s: State, incarnation: str, registration: bytes, blocks: int, ttl_ms: int, message: bytes) -> Any:
-    s.hash("workers")[incarnation] = NOW_MS + ttl_ms
-    if "worker_d" in s.keys:
-        return 0
-    s.keys["worker_d"] = {"reg": registration.decode(), "state": "up", "blocks": str(blocks), "taken": "0"}
-    s.say("sched", message)
-    return 1
-
-
-def heartbeat(s: State, incarnation: str, ttl_ms: int) -> Any:
-    if s.get("worker_d", "state") in (None, "dead"):
-        return 0
-    s.hash("workers")[incarnation] = NOW_MS + ttl_ms
-    return 1
-
-
-def retire(s: State, incarnation: str, state: str, message: bytes) -> Any:
-    if s.get("worker_d", "state") in (None, "dead"):
-        return 0
-    s.hash("worker_d")["state"] = state
-    if state == "dead":
-        s.hash("workers")[incarnation] = 0
-    s.say("sched", message)
-    return 1
-
-
-def bury(s: State, incarnation: str) -> Any:
-    deadline = s.keys.get("workers", {}).get(incarnation)
-    if deadline is None or deadline > NOW_MS:
-        return None
-    s.hash("worker_d")["state"] = "dead"
-    s.hash("workers")[incarnation] = 0
-    return [name.encode() for name in s.keys.get("held_d", {})]
-
-
-def forget(s: State, incarnation: str) -> Any:
-    if s.get("worker_d", "state") != "dead":
-        return 0
-    s.drop("workers", incarnation)
-    for role in ("worker_d", "held_d", "work_d", "control_d"):
-        s.delete(role)
-    return 1
-
-
-def greet(s: State, gateway: str, ttl_ms: int) -> Any:
-    known = s.keys.get("gateways", {}).get(gateway)
-    s.hash("gateways")[gateway] = NOW_MS + ttl_ms
-    return int(not known)
-
-
-def bury_gateway(s: State, gateway: str) -> Any:
-    deadline = s.keys.get("gateways", {}).get(gateway)
-    if deadline is None or deadline > NOW_MS:
-        return None
-    s.hash("gateways")[gateway] = 0
-    return sorted(_raw(request) for request in s.keys.get("open", ()))
-
-
-def forget_gateway(s: State, gateway: str) -> Any:
-    if s.keys.get("gateways", {}).get(gateway) != 0 or s.keys.get("open"):
-        return 0
-    s.drop("gateways", gateway)
-    s.delete("tokens")
-    return 1
-
-
-def clamp(s: State, ttl_ms: int) -> Any:
-    late = [name for name, deadline in s.keys.get("workers", {}).items() if deadline > NOW_MS + ttl_ms]
-    for name in late:
-        s.hash("workers")[name] = NOW_MS + ttl_ms
-    return len(late)
-
-
 Model = Callable[..., Any]
 WORK: dict[str, tuple[Model, Sequence[str]]] = {
     "admit": (admit, ("req", "queued", "sched", "gateways", "open", "log")),
@@ -387,14 +314,5 @@ WORK: dict[str, tuple[Model, Sequence[str]]] = {
     ),
     "fail": (fail, ("req", "queued", "tokens", "sched", "log", "open")),
     "refund": (refund, ("worker_d", "held_d", "sched")),
-    "register": (register, ("workers", "worker_d", "sched")),
-    "heartbeat": (heartbeat, ("workers", "worker_d")),
-    "retire": (retire, ("workers", "worker_d", "sched")),
-    "bury": (bury, ("workers", "worker_d", "held_d")),
-    "forget": (forget, ("workers", "worker_d", "held_d", "work_d", "control_d")),
-    "clamp": (clamp, ("workers",)),
-    "greet": (greet, ("gateways",)),
-    "bury_gateway": (bury_gateway, ("gateways", "open")),
-    "forget_gateway": (forget_gateway, ("gateways", "open", "tokens")),
 }
 """Each script's model, and the roles of its keys."""

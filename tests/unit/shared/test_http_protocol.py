@@ -1,8 +1,6 @@
 """What the server does with clients that are slow, many, or encrypted."""
 
-import shutil
 import ssl
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -17,6 +15,7 @@ from starlette.routing import Route
 
 from shared.errors import ConfigError
 from shared.health import HttpLimits, bind, serve_app
+from tests.unit.shared.certificate import make_certificate
 
 pytestmark = pytest.mark.anyio
 
@@ -158,14 +157,7 @@ async def test_connections_beyond_the_bound_are_sent_away():
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    if not shutil.which("openssl"):
-        pytest.skip("makes its certificate with the openssl command")
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*command.split(), *names], check=True, capture_output=True)
-    return cert, key
+    return make_certificate(tmp_path_factory.mktemp("tls"), "IP:127.0.0.1")
 
 
 async def test_tls(certificate: tuple[Path, Path]):

@@ -19,11 +19,12 @@ from shared.keys import Channel, Keys
 from shared.scripts import sources
 from tests.redis_server import RedisServer
 from tests.unit.shared.lua_models import LIVE, NOW_MS, NOW_S, NOW_US, WORK, State
+from tests.unit.shared.lua_models_lives import LIVES
 from tests.unit.shared.lua_models_queue import QUEUE
 
 MAX_LINES = 40
 EXAMPLES = int(os.environ.get("BATON_LUA_EXAMPLES", "50"))
-MODELS = WORK | QUEUE
+MODELS = WORK | LIVES | QUEUE
 OWN_TESTS = {"limit", "limit_leave", "limit_renew"}
 """See `test_api_keys.py`."""
 DECLARED = ("KEYS[", "string.sub(KEYS[")

@@ -1,9 +1,7 @@
 """Which Redis our connections go to, as whom, and over what: all as the URL says."""
 
 import asyncio
-import shutil
 import ssl
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +15,7 @@ from shared.clock import SystemClock
 from shared.config import RedisConfig
 from shared.redis_link import RedisLink
 from tests.redis_server import RedisServer
+from tests.unit.shared.certificate import make_certificate
 from tests.unit.shared.redis_clients import client_of, outcome, plain_of
 
 pytestmark = pytest.mark.anyio
@@ -60,14 +59,7 @@ async def test_user_password_database_and_name_are_those_of_the_url(guarded: str
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    if not shutil.which("openssl"):
-        pytest.skip("makes its certificate with the openssl command")
-    folder = tmp_path_factory.mktemp("tls")
-    name, key = folder / "cert.pem", folder / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-    names = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(name)]
-    subprocess.run([*command.split(), *names], check=True, capture_output=True)
-    return name, key
+    return make_certificate(tmp_path_factory.mktemp("tls"), "DNS:localhost")
 
 
 async def test_tls_is_checked_and_works(redis_url: str, certificate: tuple[Path, Path]):
