@@ -36,6 +36,7 @@ from shared.redis_link import RedisLink
 from shared.scripts import Scripts
 
 KEEP_S = 60
+FOREVER_MS = (1 << 53) - 1  # what Lua's numbers hold exactly
 CONTROL_MS = int(CONTROL_TTL_S * 1000)
 NO_LIMIT = 1 << 52
 MAX_EMITTED = 1024
@@ -96,9 +97,16 @@ class Leases:
 
     # --- gateway ---
 
-    async def admit(self, request: GenerateRequest, max_queued: int) -> AdmitAnswer:
-        """Queue a request for dispatch, unless `max_queued` others wait already."""
-        return await self._admit(request, 1, (), max_queued)
+    async def admit(
+        self, request: GenerateRequest, max_queued: int, epoch: int = 1, outputs: Sequence[Sequence[int]] = ()
+    ) -> AdmitAnswer:
+        """Queue a request for dispatch, unless `max_queued` others wait already.
+
+        :param epoch: above 1 for what may have been admitted before and was forgotten: above all that it had then.
+        :param outputs: tokens sent then, by choice.
+        """
+        assert epoch > 1 or not any(outputs), "the log of epoch 1 is not read"
+        return await self._admit(request, epoch, outputs, max_queued)
 
     async def readmit(self, request: GenerateRequest, epoch: int, *outputs: Sequence[int]) -> AdmitAnswer:
         """Queue a request that Redis has lost, however many wait.
@@ -214,11 +222,18 @@ class Leases:
         return [(admitted.request_id, admitted.epoch) for admitted in await self._with_epochs(ids)]
 
     async def requeue(
-        self, request_id: RequestId, epoch: int, reason: str, max_attempts: int, lost: str = ""
+        self,
+        request_id: RequestId,
+        epoch: int,
+        reason: str,
+        max_attempts: int,
+        lost: str = "",
+        until_ms: int = FOREVER_MS,
     ) -> RequeueAnswer:
         """Send a lost request round again at the next epoch, or fail it after `max_attempts`.
 
         :param lost: the worker that died, or that gives the request up; "" if the lease ran out.
+        :param until_ms: Redis' time after which a lease that ran out is not taken any more.
         """
         gw, pw, dw = await self._fields(request_id, "gw", "pw", "dw")
         if gw is None or not dw:
@@ -238,7 +253,7 @@ class Leases:
         )
         args = [
             *(request_id, epoch, prefill, decode, lost, max_attempts),
-            *(*map(encode, messages), KEEP_S * 1000, CONTROL_MS),
+            *(*map(encode, messages), KEEP_S * 1000, CONTROL_MS, until_ms),
         ]
         return (await self._scripts.run("requeue", keys, args)).decode()
 

@@ -32,6 +32,7 @@ T = TypeVar("T")
 MIN_VERSION = (6, 2)
 SOCKET_TIMEOUT_S = 8.0
 CONNECT_TIMEOUT_S = 2.0
+FIRST_DELAY_S = 0.02
 MAX_BLOCK_S = 2.0
 """Blocking reads are cut to this and repeated: below the socket time-out, so that a dead link is noticed."""
 
@@ -65,7 +66,8 @@ def connect(config: RedisConfig) -> Any:
 
 
 class RedisLink:
-    """Retries over a client. `outages` counts calls that had to be repeated, `last_outage` says when.
+    """Retries over a client. `outages` counts calls that had to be repeated, `last_outage` says until when Redis was
+    away, as far as is known.
 
     :param client: in place of one for `config.url` (the simulation's).
     """
@@ -90,11 +92,13 @@ class RedisLink:
         :raises BusError: Redis was unreachable (or unable to write) for `retry_s`, or refused the command.
         """
         started = self._clock.now()
-        delay = 0.02
+        delay = FIRST_DELAY_S
         while True:
             try:
                 answer = await command()
                 self.is_down = False
+                if delay > FIRST_DELAY_S:  # it was away until now, however long this process stood still meanwhile
+                    self.last_outage = self._clock.now()
                 return answer
             except _LOST as exc:
                 self._outage(exc, started)

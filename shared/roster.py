@@ -74,10 +74,11 @@ class Roster:
         """Those whose heartbeat is overdue and who are not forgotten yet."""
         return await self._overdue(self._keys.workers())
 
-    async def bury(self, incarnation: Incarnation) -> list[tuple[RequestId, int]] | None:
-        """Declare an overdue worker dead and fence it. What it held, to be requeued; None: it came back."""
+    async def bury(self, incarnation: Incarnation, until_ms: int) -> list[tuple[RequestId, int]] | None:
+        """Declare an overdue worker dead and fence it. What it held, to be requeued; None: it came back, or Redis'
+        time is past `until_ms`."""
         keys = [self._keys.workers(), self._keys.worker(incarnation), self._keys.held(incarnation)]
-        held = await self._scripts.run("bury", keys, [incarnation])
+        held = await self._scripts.run("bury", keys, [incarnation, until_ms])
         return None if held is None else _held(held)
 
     async def forget(self, incarnation: Incarnation) -> None:
@@ -98,10 +99,10 @@ class Roster:
         """Those whose greeting is overdue and who are not forgotten yet."""
         return await self._overdue(self._keys.gateways())
 
-    async def bury_gateway(self, gateway: Incarnation) -> list[RequestId] | None:
-        """An overdue gateway admits nothing more. What it has open, to be cancelled; None: it came back."""
+    async def bury_gateway(self, gateway: Incarnation, until_ms: int) -> list[RequestId] | None:
+        """An overdue gateway admits nothing more. What it has open, to be cancelled; None: as for `bury`."""
         keys = [self._keys.gateways(), self._keys.open(gateway)]
-        ids = await self._scripts.run("bury_gateway", keys, [gateway])
+        ids = await self._scripts.run("bury_gateway", keys, [gateway, until_ms])
         return None if ids is None else [RequestId(raw.decode()) for raw in ids]
 
     async def forget_gateway(self, gateway: Incarnation) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from shared.api_keys import TENANT
 from shared.bus import blocking, with_group
 from shared.clock import Clock
@@ -35,6 +37,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+=-]{0,127}")
 _REPLY = re.compile(r"[\x21-\x7e]{1,256}")
 _DEADLINE = re.compile(r"\d{1,12}")
 _CLAIM_AT_ONCE = 64
+_ALL = 1 << 31
 
 AdoptAnswer = Literal["adopted", "unknown", "lost"]
 WriteAnswer = Literal["out", "lost", "gap"]
@@ -72,6 +75,7 @@ class Progress:
 
     age_ms: int  # since the entry was written
     tries: int  # how often it was opened since the last token
+    opens: int  # and in all
     tokens: Mapping[int, int] = field(default_factory=dict)
     chars: Mapping[int, int] = field(default_factory=dict)
 
@@ -179,7 +183,8 @@ class Submissions:
         """Own the submission. None: it is a repeat of another entry, or has ended, and is acknowledged; or Redis has
         lost it."""
         keys = [self._keys.submission(s.id), self._keys.submit(), *([s.reply] if s.reply else [])]
-        args = [self._owner, GROUP, s.entry, s.id, self._keys.result(s.id), self._ttl_ms]
+        nonce = self._randomness.token(8)
+        args = [self._owner, GROUP, s.entry, s.id, self._keys.result(s.id), self._ttl_ms, nonce]
         answer = await self._scripts.run("submit_open", keys, args)
         if answer[0] != b"open":
             return None
@@ -187,6 +192,7 @@ class Submissions:
         return Progress(
             age_ms=answer[1] - s.written_ms,
             tries=int(values[b"tries"]),
+            opens=int(values[b"opens"]),
             tokens={int(name[2:]): int(value) for name, value in values.items() if name.startswith(b"n:")},
             chars={int(name[2:]): int(value) for name, value in values.items() if name.startswith(b"c:")},
         )
@@ -215,6 +221,17 @@ class Submissions:
             answer = await self._scripts.run("submit_adopt", keys, args)
             if answer != b"moved":
                 return answer.decode()
+
+    async def written(self, s: Submission) -> dict[int, tuple[int, ...]]:
+        """The tokens that its result has, by choice."""
+        read = ("XREAD", "COUNT", _ALL, "BLOCK", 1, "STREAMS", self._keys.result(s.id), "0-0")
+        reply = await self._link.call(lambda: self._link.client.execute_command(*read))
+        tokens: dict[int, list[int]] = {}
+        for _, fields in reply[0][1] if reply else ():
+            values = dict(zip(fields[::2], fields[1::2], strict=True))
+            if b"tokens" in values:
+                tokens.setdefault(int(values[b"choice"]), []).extend(msgspec.json.decode(values[b"tokens"]))
+        return {choice: tuple(token_ids) for choice, token_ids in tokens.items()}
 
     async def write(self, s: Submission, items: Sequence[ResultItem]) -> WriteAnswer:
         """Append to the result. `lost`: another gateway or entry owns the submission; `gap`: open it again."""

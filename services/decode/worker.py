@@ -81,14 +81,17 @@ class DecodeWorker:
 
     def take(self, task: PrefillTask | DecodeTask, state: RequestState | None) -> None:
         assert isinstance(task, DecodeTask), "a prefill task was sent to a decode worker"
-        if state is None or self._tombstones.covers(task.request_id, task.epoch):
+        fence = Fence(task.request_id, task.epoch, task.attempt)
+        if state is None:
             self._start(self._refund, task.request_id, task.epoch, None)
+            return
+        if self._tombstones.covers(task.request_id, task.epoch):
+            self._start(self._decline, fence)
             return
         seq_id = seq_ids(task.request_id, task.epoch, 1)[0]
         if seq_id in self._jobs:
             return  # the same task again
         self._supersede(task)
-        fence = Fence(task.request_id, task.epoch, task.attempt)
         job = Job(fence, seq_id, task, state, Choices.of(state, self._max_model_len))
         self._jobs[job.seq_id] = job
         self._by_request[task.request_id] = job.seq_id
@@ -332,6 +335,12 @@ class DecodeWorker:
         log.error("decode.failed", request_id=job.fence.request_id, error=error)
         self._end(job, refund=True)
         self._start(self._give_up, job.fence, error)
+
+    async def _decline(self, fence: Fence) -> None:
+        """Its cancel came first. Should Redis not know of that one, as it was of an earlier life of the request that
+        Redis has lost, then somebody waits for this."""
+        await self._refund(fence.request_id, fence.epoch, None)
+        await self._give_up(fence, "cancelled before")
 
     async def _give_up(self, fence: Fence, error: str) -> None:
         reason = f"decode failed: {error}"

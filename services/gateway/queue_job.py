@@ -34,6 +34,9 @@ log = structlog.get_logger("gateway.queue")
 
 MAX_TRIES = 8
 """Attempts in a row without a token, at all gateways together; more than that is a poisoned submission."""
+EPOCHS = 1000
+"""Of a request under one opening of its submission: more than attempts and adoptions can use up. One that Redis has
+forgotten begins above all epochs that it had, since workers may remember what they were told of those."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 2.0
 
 
@@ -130,6 +133,7 @@ class QueueJob:
         self._has_token = False
         self._overdue = False
         self._prepared: Prepared | None = None
+        self._opens = 0
 
     async def run(self) -> None:
         """Serve the submission to its end, or until another gateway has it. Raises nothing."""
@@ -166,7 +170,7 @@ class QueueJob:
         if progress is None:
             self._shared.counts.repeats += 1
             return
-        self.opened, self._has_token = True, any(progress.tokens.values())
+        self.opened, self._has_token, self._opens = True, any(progress.tokens.values()), progress.opens
         try:
             answer = await self._answer(progress)
         except _Dead as exc:
@@ -304,11 +308,25 @@ class QueueJob:
                 raise _Taken
             if adopted == "adopted":
                 return "admitted"
-            admitted = await self._shared.leases.admit(request, self._max_queued)
+            epoch = 1 + (self._opens - 1) * EPOCHS
+            outputs = await self._outputs(request) if epoch > 1 else ()
+            admitted = await self._shared.leases.admit(request, self._max_queued, epoch, outputs)
             if admitted == "unknown":
                 raise BusError("redis does not know this gateway yet")  # the keeper greets, the job tries again
             if admitted != "duplicate":
                 return admitted
+
+    async def _outputs(self, request: GenerateRequest) -> list[tuple[int, ...]]:
+        """The tokens of the request's choices that are out. For one that Redis may have had before and forgotten, as it
+        does some time after the end: what goes on is then the same text."""
+        assert self._prepared is not None
+        first = 0
+        for other in self._prepared.requests:
+            if other.request_id == request.request_id:
+                break
+            first += other.num_choices
+        out = await self._shared.results.written(self.submission)
+        return [out.get(first + choice, ()) for choice in range(request.num_choices)]
 
 
 def _refuse_logprobs(params: Params) -> None:

@@ -1,7 +1,8 @@
 """Finds what is lost: leases past their deadline, workers without a heartbeat, books that differ from Redis.
 
 Nothing is reaped for one lease period after the start, after Redis could not be reached, after a look that took
-suspiciously long, or after Redis' clock was set: in such a time nobody could renew anything.
+suspiciously long, or after Redis' clock was set: in such a time nobody could renew anything. What a look has decided is
+good for a heartbeat by Redis' clock: a script that an outage, or a process that stood still, holds up does nothing.
 """
 
 from contextlib import suppress
@@ -19,6 +20,7 @@ from shared.config import LeaseConfig, SchedulerConfig
 from shared.errors import BusError, BusFull
 from shared.ids import Incarnation, RequestId
 from shared.keys import Keys
+from shared.leases import FOREVER_MS
 from shared.messages import WorkerGone
 
 log = structlog.get_logger(__name__)
@@ -87,22 +89,24 @@ class Reaper:
         dead = await self._workers.dead_workers()
         silent = await self._workers.dead_gateways()
         expired = await self._requests.expired()
-        await self._compare_clocks()  # behind them: who looks dead by a clock that was set just before is not
+        now_ms = await self._compare_clocks()  # behind them: who looks dead by a clock that was set just before is not
         if self._clock.now() - started > self._lease.heartbeat_s:
             self._be_quiet("redis was slow")
         if not self._may_reap():
             return
+        until_ms = now_ms + int(self._lease.heartbeat_s * 1000)
         for incarnation in dead:
-            await self._bury(incarnation)
+            await self._bury(incarnation, until_ms)
         for gateway in silent:
-            await self._bury_gateway(gateway)
+            await self._bury_gateway(gateway, until_ms)
         for request_id, epoch in expired:
-            await self._requeue(request_id, epoch, "its lease ran out")
+            await self._requeue(request_id, epoch, "its lease ran out", until_ms=until_ms)
 
-    async def _compare_clocks(self) -> None:
+    async def _compare_clocks(self) -> int:
         """All deadlines are Redis' time: if that was set forward, the living look dead until they renew; if it was set
-        back, the dead look alive until it is as late again."""
-        ahead = await self._requests.redis_now_ms() / 1000 - self._clock.now()
+        back, the dead look alive until it is as late again. Redis' time, ms."""
+        now_ms = await self._requests.redis_now_ms()
+        ahead = now_ms / 1000 - self._clock.now()
         if self._ahead is None or ahead < self._ahead - self._lease.heartbeat_s:
             num_pulled_in = await self._workers.pull_in_deadlines(self._lease.lease_s)
             if num_pulled_in:
@@ -110,6 +114,7 @@ class Reaper:
         if self._ahead is not None and abs(ahead - self._ahead) > self._lease.heartbeat_s:
             self._be_quiet(f"redis' clock moved by {ahead - self._ahead:.1f} s")
         self._ahead = ahead
+        return now_ms
 
     async def _reconcile(self) -> None:
         for incarnation in self._ledger.incarnations():
@@ -135,12 +140,12 @@ class Reaper:
         log.warning("reaper.quiet", for_s=self._lease.lease_s, why=why)
         self._quiet_since = self._clock.now()
 
-    async def _bury(self, incarnation: Incarnation) -> None:
+    async def _bury(self, incarnation: Incarnation, until_ms: int) -> None:
         """Fence a dead worker, send what it held round again, tell the index. `forget` is last: a reaper that ends
         before it finds the worker again."""
-        held = await self._workers.bury(incarnation)
+        held = await self._workers.bury(incarnation, until_ms)
         if held is None:
-            return  # it came back just now
+            return  # it came back just now, or this comes too late
         log.warning("worker.dead", worker=incarnation, held=len(held))
         self._ledger.bury(incarnation)
         for request_id, epoch in held:
@@ -152,9 +157,9 @@ class Reaper:
         self._dispatcher.refresh_wanted = True
         self._wakeup.ring()
 
-    async def _bury_gateway(self, gateway: Incarnation) -> None:
+    async def _bury_gateway(self, gateway: Incarnation, until_ms: int) -> None:
         """Nobody reads its answers any more: its requests are cancelled, its stream is deleted."""
-        opened = await self._workers.bury_gateway(gateway)
+        opened = await self._workers.bury_gateway(gateway, until_ms)
         if opened is None:
             return
         log.warning("gateway.dead", gateway=gateway, open=len(opened))
@@ -163,9 +168,11 @@ class Reaper:
         await self._workers.forget_gateway(gateway)
         self._num_gateways_buried += 1
 
-    async def _requeue(self, request_id: RequestId, epoch: int, reason: str, lost: str = "") -> None:
+    async def _requeue(
+        self, request_id: RequestId, epoch: int, reason: str, lost: str = "", until_ms: int = FOREVER_MS
+    ) -> None:
         """The `sched` stream tells the rest: a requeued request comes in as `Admitted`, a failed one as `Ended`."""
-        answer = await self._requests.requeue(request_id, epoch, reason, self._config.max_attempts, lost)
+        answer = await self._requests.requeue(request_id, epoch, reason, self._config.max_attempts, lost, until_ms)
         if answer == "stale":
             return
         log.warning("request.lost", request_id=request_id, epoch=epoch, reason=reason, answer=answer)

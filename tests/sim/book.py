@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from shared.keys import Keys
+from shared.leases import KEEP_S
 from shared.messages import (
     Cancel,
     ControlMsg,
@@ -49,6 +50,7 @@ class Record:
     nonce: str = ""  # of the last adoption
     logs: list[list[int]] = field(default_factory=lambda: [[]])  # by choice
     finished: int = 0
+    ended_ms: int = 0
 
     @property
     def marker(self) -> tuple[int, tuple[int, ...]]:
@@ -83,7 +85,7 @@ class Book:
 
     def _after_admit(self, keys: list[str], args: list[Any], answer: bytes) -> None:
         request_id = str(args[0])
-        known = request_id in self._records
+        known = request_id in self._records and not self._is_forgotten(self._records[request_id])
         if answer == b"admitted":
             self._expect(not known, f"{request_id} admitted twice")
             num_prompt = len(decode_request(args[1]).token_ids)
@@ -269,12 +271,16 @@ class Book:
 
     # --- helpers ---
 
+    def _is_forgotten(self, record: Record) -> bool:
+        """Whether Redis has dropped it, some time after its end."""
+        return record.finished > 0 and self._store.now_ms() - record.ended_ms >= KEEP_S * 1000
+
     @staticmethod
     def _is_fence(record: Record, epoch: int, attempt: str) -> bool:
         return record.state in LIVE and (record.epoch, record.attempt) == (epoch, attempt)
 
     def _end(self, request_id: str, record: Record, state: str) -> None:
-        record.state = state
+        record.state, record.ended_ms = state, self._store.now_ms()
         record.finished += 1
         self._expect(record.finished == 1, f"{request_id} ended {record.finished} times")
         last = self._last(self._keys.tokens(record.gateway).key, _gateway)  # type: ignore[arg-type]

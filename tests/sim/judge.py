@@ -100,6 +100,7 @@ class Judge:
             self._check_thrift(keys, args)
         if name == "admit" and answer == b"admitted":
             self._check_bound(int(args[3]))
+            self._over.pop(str(args[0]), None)  # of an earlier life of it that Redis has forgotten
         if name in ("bury", "bury_gateway") and answer is not None:
             self._buried(str(args[0]))
         for place in CREDITED.get(name, ()):
@@ -203,7 +204,7 @@ class Judge:
         """The living are not buried: only who is dead, leaves, or could not speak."""
         world = self._world
         life = next((one for one in world.all_lives if one.incarnation == incarnation), None)
-        if life is None or not life.is_alive or life.stopping.is_set() or life.hung:
+        if life is None or not life.is_alive or life.stopping.is_set() or life.hung or life.gave_up:
             return
         if not life.is_blind and world.clock.now() - life.disturbed_at > 1.0:
             world.violate(f"{incarnation} was buried alive")
@@ -332,7 +333,8 @@ class Judge:
 
     def _busy(self, life: Life) -> str:
         assert life.engine is not None
-        assert life.worker is not None
+        if life.worker is None:
+            return "it starts"
         stats = life.engine.stats()
         if not life.worker.idle():
             return f"jobs {life.worker.stats()}"

@@ -34,7 +34,7 @@ from shared.messages import PROTOCOL_VERSION, Registration, Role, SourceRef
 from shared.redis_link import RedisLink
 from shared.roster import Roster
 from shared.submissions import Submissions
-from shared.worker_link import WorkerLink
+from shared.worker_link import Stuck, WorkerLink
 from tests.sim.calls import BLOCK, Words
 from tests.sim.lane import StepOffload
 from tests.sim.loop import Proc
@@ -62,6 +62,7 @@ class Life:
         self.slowness = 1.0
         self.slow_steps, self.slow_steps_until = 1.0, 0.0  # steps handed in while it was slow may end after that
         self.hung = False
+        self.gave_up = False  # it has found that a step does not end
         self.hangs = anyio.Event()  # a step that never ends has begun
         self.stopping = anyio.Event()  # SIGTERM
         self.exit = ""
@@ -264,13 +265,21 @@ async def _serve_worker(
     )
     await tasks.start(worker.run, link)
     tasks.start_soon(link.read)
-    tasks.start_soon(link.renew)
+    tasks.start_soon(_renew, life, link)
     await tasks.start(link.beat)
     life.ready = True
     await life.stopping.wait()
     await link.drain(worker.idle, DRAIN_S)
     life.exit = "drained"
     tasks.cancel_scope.cancel()
+
+
+async def _renew(life: Life, link: WorkerLink) -> None:
+    try:
+        await link.renew()
+    except Stuck:
+        life.gave_up = True
+        raise
 
 
 async def scheduler_main(life: Life) -> None:

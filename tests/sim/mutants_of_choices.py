@@ -86,7 +86,14 @@ OF_CHOICES: tuple[Mutant, ...] = (
         **MANY,
     ),
     lua("a hint reaches nobody", "cancel_choice", "redis.call('XADD', KEYS[2], '*', 'm', ARGV[3])", "", (), **MANY),
-    lua("requeue tells of one choice", "requeue", "if others > 0 then", "if false then", ("crash",), **MANY),
+    lua(
+        "requeue tells of one choice",
+        "requeue",
+        "for c = 1, others do marker",
+        "for c = 1, 0 do marker",
+        ("crash",),
+        **MANY,
+    ),
     lua(
         "the other choices' logs stay for ever",
         "complete",

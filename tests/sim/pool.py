@@ -20,7 +20,7 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 REQUESTS = 100
-MAX_SEEDS = 100
+MAX_SEEDS = 400
 """Of a mutant that its remembered seed does not show any more."""
 
 

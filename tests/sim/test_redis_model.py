@@ -8,6 +8,7 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shared.leases import FOREVER_MS
 from shared.scripts import sources
 from tests.redis_server import RedisServer
 from tests.sim.lua import evaluate
@@ -184,12 +185,12 @@ _SCRIPT_ARGS: dict[str, tuple[list[str], list[Any]]] = {
         ["r", b"\x00body", "g", 9, b"m1", "?", b""],
     ),
     "greet": (["{t}:gateways"], ["g", 5000]),
-    "bury_gateway": (["{t}:gateways", "{t}:open:g"], ["g"]),
+    "bury_gateway": (["{t}:gateways", "{t}:open:g"], ["g", FOREVER_MS]),
     "forget_gateway": (["{t}:gateways", "{t}:open:g", GW], ["g"]),
     "register": (["{t}:workers", "{t}:worker:d", S], ["d", b"reg", 9, 5000, b"m2"]),
     "heartbeat": (["{t}:workers", "{t}:worker:d"], ["d", 5000]),
     "retire": (["{t}:workers", "{t}:worker:d", S], ["d", "dead", b"m3"]),
-    "bury": (["{t}:workers", "{t}:worker:d", "{t}:held:d"], ["d"]),
+    "bury": (["{t}:workers", "{t}:worker:d", "{t}:held:d"], ["d", FOREVER_MS]),
     "forget": (["{t}:workers", "{t}:worker:d", "{t}:held:d", "{t}:work:d", "{t}:control:d"], ["d"]),
     "clamp": (["{t}:workers"], [5000]),
     "lead": (["{t}:leader"], ["s"]),
@@ -223,7 +224,7 @@ _SCRIPT_ARGS: dict[str, tuple[list[str], list[Any]]] = {
             *(R, "{t}:queued", "{t}:leases", GW, S, "{t}:log:r:0", "{t}:control:-", "{t}:control:d"),
             *("{t}:held:-", "{t}:open:g"),
         ],
-        ["r", "?", "-", "d", "d", 3, b"m10", b"m11", b"m12", b"m13", 60000, 600000],
+        ["r", "?", "-", "d", "d", 3, b"m10", b"m11", b"m12", b"m13", 60000, 600000, FOREVER_MS],
     ),
     "fail": ([R, "{t}:queued", GW, S, "{t}:log:r:0", "{t}:open:g"], ["r", "?", b"m14", b"m15", 60000]),
     "refund": (["{t}:worker:d", "{t}:held:d", S], ["r/?", "", b"m16"]),
@@ -233,7 +234,7 @@ LIKELY = ("greet", "register", "lead", "admit", "dispatch", "accept", "emit", "s
 
 SUB, RESULT, SUBMIT, DEAD = "{t}:sub:s", "{t}:result:s", "{t}:submit", "{t}:dead"
 _SCRIPT_ARGS |= {
-    "submit_open": ([SUB, SUBMIT, "{t}:replies:x"], ["g", "gateways", "?-1", "s", RESULT, 60000]),
+    "submit_open": ([SUB, SUBMIT, "{t}:replies:x"], ["g", "gateways", "?-1", "s", RESULT, 60000, "n?"]),
     "submit_renew": ([SUBMIT, SUB, RESULT], ["g", "gateways", 0, 60000, "?-1"]),
     "result_add": (
         [SUB, RESULT, "{t}:replies:x"],

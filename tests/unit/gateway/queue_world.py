@@ -1,9 +1,9 @@
 """A gateway that serves submissions, over a scripted model and a real Redis, with time in the test's hands."""
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -34,8 +34,12 @@ class PortAdmitter:
     """Admission by the fake port, in the place of the leases."""
 
     port: FakePort
+    given: list[tuple[int, list[list[int]]]] = field(default_factory=list)  # epoch and outputs of each
 
-    async def admit(self, request: GenerateRequest, max_queued: int) -> AdmitAnswer:
+    async def admit(
+        self, request: GenerateRequest, max_queued: int, epoch: int = 1, outputs: Sequence[Sequence[int]] = ()
+    ) -> AdmitAnswer:
+        self.given.append((epoch, [list(tokens) for tokens in outputs]))
         return await self.port.admit(request)
 
 

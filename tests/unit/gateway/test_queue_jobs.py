@@ -24,6 +24,7 @@ from tests.unit.gateway.queue_world import (
     CONFIG,
     KEYS,
     TEXT,
+    PortAdmitter,
     Queue,
     joined,
     make_queue,
@@ -322,3 +323,30 @@ async def test_a_lost_redis_is_waited_for(queue: Queue) -> None:
         parts, end = await queue.result("a")
     assert end["status"] == "200"
     assert joined(parts)[0] == [5]
+
+
+async def test_what_redis_has_forgotten_goes_on_from_its_result(queue: Queue) -> None:
+    """Its record and its token log go some time after an end that its gateway did not live to write down: the next
+    gateway admits it with the tokens that are out, above all epochs that it had."""
+    said = queue.gateway.ids(TEXT)
+    entry = await queue.submit("a", {**COMPLETION, "n": 2})
+    other = other_gateway(queue.link)
+    (s,) = await other.read(10, 1)
+    assert await other.open(s) is not None
+    text = queue.gateway.app.state.parts.services.tokenizer.decode(said[:1])
+    for choice in (1, 0):
+        assert await other.write(s, [ResultItem(choice, 0, tuple(said[:1]), text, len(text))]) == "out"
+    await other.release([s], CONFIG.submission_lease_s)
+    queue.gateway.port.script = lambda r: [
+        *(Tokens(r.request_id, 1001, choice, i, (t,)) for choice in (0, 1) for i, t in enumerate(said)),
+        Finished(r.request_id, 1001, "length", len(said), others=(len(said),)),
+    ]
+    async with queue.running():
+        parts, end = await queue.result("a")
+    assert end["status"] == "200"
+    for choice in "01":
+        assert joined([p for p in parts if p["choice"] == choice]) == (said, TEXT)
+    leases = queue.ingress._shared.leases
+    assert isinstance(leases, PortAdmitter)
+    assert leases.given == [(1001, [said[:1], said[:1]])]
+    assert entry

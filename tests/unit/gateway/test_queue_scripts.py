@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from shared.bus import RedisBus
 from shared.clock import SystemClock
@@ -376,6 +377,34 @@ async def test_a_dead_letter_is_listed_and_submitted_again(queue: Queue) -> None
     progress = await a.open(read["job"])
     assert progress is not None
     assert progress.tokens == {}
+
+
+async def test_an_opening_whose_answer_was_lost_counts_once(queue: Queue) -> None:
+    """Else a bad network looks like a submission that breaks its gateway."""
+    a = queue.gateway(A)
+    await queue.submit()
+    (s,) = await a.read(10, 1)
+    real, losses = queue.link.client.evalsha, 3
+
+    async def lossy(*args: Any) -> Any:
+        nonlocal losses
+        answer = await real(*args)
+        losses -= 1
+        if losses >= 0:
+            raise RedisConnectionError("cut")
+        return answer
+
+    queue.link.client.evalsha = lossy
+    first = await a.open(s)
+    again = await a.open(s)
+    assert first is not None
+    assert again is not None
+    assert [(p.tries, p.opens) for p in (first, again)] == [(1, 1), (2, 2)]
+    assert await a.write(s, [item(0, "ab", 1), item(0, "x"), item(2, "c", 1)]) == "out"
+    last = await queue.gateway(A).open(s)
+    assert last is not None
+    assert (last.tries, last.opens) == (1, 3)
+    assert await a.written(s) == {0: (ord("x"),), 1: tuple(map(ord, "abc"))}
 
 
 async def test_a_letter_is_not_retried_over_work_of_the_same_id(queue: Queue) -> None:

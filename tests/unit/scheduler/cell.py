@@ -9,7 +9,7 @@ from shared.errors import BusError
 from shared.hashing import block_hashes, chain_root
 from shared.ids import Incarnation, RequestId, WorkerId
 from shared.keys import Channel, Keys
-from shared.leases import Dispatch, DispatchAnswer, RequeueAnswer
+from shared.leases import FOREVER_MS, Dispatch, DispatchAnswer, RequeueAnswer
 from shared.messages import (
     Admitted,
     CreditFreed,
@@ -184,10 +184,18 @@ class Cell:
         return self.overdue
 
     async def requeue(
-        self, request_id: RequestId, epoch: int, reason: str, max_attempts: int, lost: str = ""
+        self,
+        request_id: RequestId,
+        epoch: int,
+        reason: str,
+        max_attempts: int,
+        lost: str = "",
+        until_ms: int = FOREVER_MS,
     ) -> RequeueAnswer:
         self._called("requeue")
         record = self.records[request_id]
+        if not lost and self._now_ms() > until_ms:
+            return "stale"
         if record.state != "dispatched" or record.epoch != epoch:
             return "stale"
         if record.tries + 1 >= max_attempts:
@@ -220,9 +228,9 @@ class Cell:
         self._called("dead_gateways")
         return list(self.silent_gateways)
 
-    async def bury_gateway(self, gateway: Incarnation) -> list[RequestId] | None:
+    async def bury_gateway(self, gateway: Incarnation, until_ms: int) -> list[RequestId] | None:
         self._called("bury_gateway")
-        return self.silent_gateways.get(gateway)
+        return self.silent_gateways.get(gateway) if self._now_ms() <= until_ms else None
 
     async def forget_gateway(self, gateway: Incarnation) -> None:
         self._called("forget_gateway")
@@ -238,6 +246,9 @@ class Cell:
 
     async def redis_now_ms(self) -> int:
         self._called("redis_now_ms")
+        return self._now_ms()
+
+    def _now_ms(self) -> int:
         return int((self.clock.now() + self.time_jump_s) * 1000)
 
     async def deployment_key(self) -> bytes:
@@ -259,10 +270,10 @@ class Cell:
         self._called("dead_workers")
         return [i for i, w in self.fleet.items() if not w.heard]
 
-    async def bury(self, incarnation: Incarnation) -> list[tuple[RequestId, int]] | None:
+    async def bury(self, incarnation: Incarnation, until_ms: int) -> list[tuple[RequestId, int]] | None:
         self._called("bury")
         worker = self.fleet[incarnation]
-        if worker.heard:
+        if worker.heard or self._now_ms() > until_ms:
             return None
         self.fleet[incarnation] = replace(worker, state="dead")
         return list(worker.held)

@@ -118,6 +118,27 @@ async def test_a_worker_that_comes_back_is_not_buried(cell: Cell, desk: Desk, cl
     assert desk.scheduler.stats().num_buried == 0
 
 
+@pytest.mark.parametrize("late", ["bury", "bury_gateway", "requeue"])
+async def test_a_decision_does_not_outlive_an_outage(cell: Cell, desk: Desk, clock: ManualClock, late: str) -> None:
+    """Redis goes away just before the script and comes back: whoever came to life meanwhile could not say so."""
+    await a_running_request(cell, desk)
+    clock.advance(LEASE_S)
+    cell.silent_gateways[Incarnation("gateway-0")] = []
+    cell.fleet[Incarnation("d1")].heard = False
+    cell.overdue = [(RequestId("a"), 1)]
+    real = getattr(cell, late)
+
+    async def held_up(*args, **kwargs):
+        clock.advance(LeaseConfig().heartbeat_s + 0.1)
+        return await real(*args, **kwargs)
+
+    setattr(cell, late, held_up)
+    await desk.scheduler.reaper.look()
+    stats, what = desk.scheduler.stats(), ("bury", "bury_gateway", "requeue")
+    done = (stats.num_buried, stats.num_gateways_buried, stats.num_requeued)
+    assert done == tuple(int(what.index(one) < what.index(late)) for one in what)
+
+
 async def test_a_burial_that_was_cut_off_is_finished(cell: Cell, desk: Desk, clock: ManualClock) -> None:
     """Redis lost between bury and requeue: the next look finds the worker and its requests again."""
     await a_running_request(cell, desk)

@@ -222,22 +222,22 @@ def cancel_choice(s: State, epoch: int, d: str, told: bytes, control: int) -> An
     return 1
 
 
-def _is_lost(s: State, request: str, p: str, d: str, lost: str) -> bool:
+def _is_lost(s: State, request: str, p: str, d: str, lost: str, until_ms: int) -> bool:
     """Whether the request has lost its holder."""
     if lost == "":
         deadline = s.keys.get("leases", {}).get(request)
-        return deadline is not None and deadline <= NOW_MS
+        return deadline is not None and deadline <= NOW_MS <= until_ms
     return lost == d or (lost == p and s.get("req", "st") != "decode")
 
 
 def requeue(
     s: State, request: str, epoch: int, p: str, d: str, lost: str, limit: int, again: bytes, told: bytes,
-    finished: bytes, ended: bytes, keep_ms: int, control_ms: int,
+    finished: bytes, ended: bytes, keep_ms: int, control_ms: int, until_ms: int,
 ) -> Any:  # fmt: skip
     record = s.keys.get("req", {})
     if not s.is_live() or (record["ep"], record["pw"], record["dw"]) != (str(epoch), p, d):
         return b"stale"
-    if not _is_lost(s, request, p, d, lost):
+    if not _is_lost(s, request, p, d, lost, until_ms):
         return b"stale"
     tell_holders(s, request, epoch, p, told)
     s.drop("leases", request)

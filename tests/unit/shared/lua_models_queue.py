@@ -13,7 +13,7 @@ def _ack(s: State, entry: str) -> bool:
     return submit["pending"].pop(entry, None) is not None
 
 
-def submit_open(s: State, owner: str, group: str, entry: str, name: str, result: str, ttl_ms: int) -> Any:
+def submit_open(s: State, owner: str, group: str, entry: str, name: str, result: str, ttl_ms: int, nonce: str) -> Any:
     known = dict(s.keys.get("sub", {}))
     if known and (known["entry"] != entry or known["state"] == "done"):
         had = _ack(s, entry)
@@ -26,9 +26,12 @@ def submit_open(s: State, owner: str, group: str, entry: str, name: str, result:
     if not known and entry not in s.keys.get("submit", {}).get("entries", {}):
         return [b"gone"]
     if not known:
-        s.keys["sub"] = {"entry": entry, "state": "open", "reply": "{t}:reply", "total": "0", "seq": "0", "tries": "0"}
+        counts = dict.fromkeys(("total", "seq", "tries", "opens"), "0")
+        s.keys["sub"] = {"entry": entry, "state": "open", "reply": "{t}:reply", **counts}
     sub = s.hash("sub")
-    sub.update(owner=owner, tries=str(int(sub["tries"]) + 1))
+    sub["owner"] = owner
+    if sub.get("nonce") != nonce:
+        sub.update(nonce=nonce, tries=str(int(sub["tries"]) + 1), opens=str(int(sub.get("opens", 0)) + 1))
     s.expire("sub")
     return [b"open", NOW_MS, {name.encode(): value.encode() for name, value in sub.items()}]
 

@@ -8,6 +8,7 @@ import pytest
 from shared.clock import SystemClock
 from shared.errors import BusFull
 from shared.ids import Incarnation, RequestId
+from shared.leases import FOREVER_MS
 from shared.messages import CreditFreed, EpochRaised, Finished, Tokens, WorkerGone
 from shared.randomness import SeededRandomness
 from shared.submissions import End, ResultItem, Submissions
@@ -100,12 +101,12 @@ async def test_the_living_stay_known_and_the_dead_are_buried_in_a_full_redis(cel
     assert await cell.roster.heartbeat(Incarnation("d2"))
     assert await cell.roster.retire(D, "draining")
     assert await cell.roster.retire(P, "dead")
-    assert await cell.roster.bury(P) == [(R, 1)]
+    assert await cell.roster.bury(P, FOREVER_MS) == [(R, 1)]
     assert await cell.leases.requeue(R, 1, "its worker died", 3, lost=P) == "requeued"
     await cell.roster.forget(P)
     assert {v.registration.incarnation for v in await cell.roster.workers()} == {D, "d2"}
-    assert await cell.roster.bury_gateway(silent) == []
-    assert await cell.roster.bury_gateway(GW) is None
+    assert await cell.roster.bury_gateway(silent, FOREVER_MS) == []
+    assert await cell.roster.bury_gateway(GW, FOREVER_MS) is None
 
 
 async def test_an_open_submission_ends_in_a_full_redis(cell: Cell, memory: Memory) -> None:

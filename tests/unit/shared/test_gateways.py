@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from shared.ids import Incarnation, RequestId
+from shared.leases import FOREVER_MS
 from shared.messages import (
     Finished,
     GenerateRequest,
@@ -31,10 +32,10 @@ async def test_a_dead_gateway_leaves_nothing_behind(cell: Cell) -> None:
     """Overdue: its open requests are listed for the reaper, and its stream goes once they have ended."""
     await dispatched(cell)
     await cell.leases.admit(request(RequestId("cmpl-2")), 8)
-    assert await cell.roster.bury_gateway(GW) is None, "it is not overdue"
+    assert await cell.roster.bury_gateway(GW, FOREVER_MS) is None, "it is not overdue"
     await cell.link.client.zadd(cell.keys.gateways(), {GW: 1})
     assert await cell.roster.dead_gateways() == [GW]
-    assert sorted(await cell.roster.bury_gateway(GW) or []) == ["cmpl-1", "cmpl-2"]
+    assert sorted(await cell.roster.bury_gateway(GW, FOREVER_MS) or []) == ["cmpl-1", "cmpl-2"]
     assert await cell.leases.admit(request(RequestId("cmpl-3")), 8) == "unknown"
     assert await cell.leases.cancel(R, "its gateway died")
     await cell.roster.forget_gateway(GW)
@@ -49,7 +50,7 @@ async def test_a_gateway_that_comes_back_keeps_its_stream(cell: Cell) -> None:
     """It greeted between burial and oblivion: whoever buries it must not delete what it reads from."""
     await dispatched(cell)
     await cell.link.client.zadd(cell.keys.gateways(), {GW: 1})
-    assert await cell.roster.bury_gateway(GW) == [R]
+    assert await cell.roster.bury_gateway(GW, FOREVER_MS) == [R]
     assert await cell.leases.cancel(R, "its gateway died")
     assert await cell.roster.greet(GW), "it learns that it was given up"
     await cell.roster.forget_gateway(GW)

@@ -11,7 +11,7 @@ from shared.config import LeaseConfig, RedisConfig
 from shared.errors import BusError
 from shared.ids import Incarnation, RequestId
 from shared.keys import NOBODY, Keys
-from shared.leases import Leases
+from shared.leases import FOREVER_MS, Leases
 from shared.messages import (
     Admitted,
     Cancel,
@@ -244,10 +244,10 @@ async def test_a_dead_worker_is_buried_and_its_work_listed(redis_url: str) -> No
     )
     await cell.roster.greet(GW)
     await dispatched(cell)
-    assert await cell.roster.bury(D) is None, "it is not overdue"
+    assert await cell.roster.bury(D, FOREVER_MS) is None, "it is not overdue"
     await cell.roster.retire(D, "dead")
     assert await cell.roster.dead_workers() == [D]
-    assert await cell.roster.bury(D) == [(R, 1)]
+    assert await cell.roster.bury(D, FOREVER_MS) == [(R, 1)]
     assert await cell.leases.requeue(R, 1, "decode died", 3, lost=D) == "requeued"
     await cell.roster.forget(D)
     assert await cell.roster.dead_workers() == []

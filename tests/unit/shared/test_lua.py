@@ -16,6 +16,7 @@ from redis.crc import key_slot
 
 from shared.ids import RequestId
 from shared.keys import Channel, Keys
+from shared.leases import FOREVER_MS
 from shared.scripts import sources
 from tests.redis_server import RedisServer
 from tests.unit.shared.lua_models import LIVE, NOW_MS, NOW_S, NOW_US, WORK, State
@@ -161,6 +162,7 @@ ROLES: dict[str, st.SearchStrategy[Any]] = {
 }
 M = [b"m%d" % i for i in range(6)]
 ms = st.just(60_000)
+until = text((NOW_MS - 1, NOW_MS, FOREVER_MS))
 ARGS: dict[str, tuple[Any, ...]] = {
     "admit": ("r", b"body", "g", st.integers(1, 2), M[0], epochs, packed),
     "lead": ("s",),
@@ -171,19 +173,30 @@ ARGS: dict[str, tuple[Any, ...]] = {
     "complete": ("r", epochs, attempts, M[0], M[1], ms),
     "cancel": ("r", epochs, text(("", "-", "p")), text(("", "d", "e")), *M[:3], ms, ms),
     "cancel_choice": (epochs, workers, M[0], ms),
-    "requeue": ("r", epochs, text(("-", "p")), workers, text(("", "d", "p", "x")), st.integers(1, 4), *M[:4], ms, ms),
+    "requeue": (
+        "r",
+        epochs,
+        text(("-", "p")),
+        workers,
+        text(("", "d", "p", "x")),
+        st.integers(1, 4),
+        *M[:4],
+        ms,
+        ms,
+        until,
+    ),
     "fail": ("r", epochs, M[0], M[1], ms),
     "refund": (text(("r/1", "r/2", "q/1")), text(("", "0", "3", "9")), M[0]),
     "register": ("d", b"reg", 9, ms, M[0]),
     "heartbeat": ("d", ms),
     "retire": ("d", text(("draining", "dead")), M[0]),
-    "bury": ("d",),
+    "bury": ("d", until),
     "forget": ("d",),
     "clamp": (text((1000, 60_000)),),
     "greet": ("g", ms),
-    "bury_gateway": ("g",),
+    "bury_gateway": ("g", until),
     "forget_gateway": ("g",),
-    "submit_open": ("g", "gateways", text(("1-1", "2-1")), "s", "{t}:result", ms),
+    "submit_open": ("g", "gateways", text(("1-1", "2-1")), "s", "{t}:result", ms, text(("n1", "n2"))),
     "result_add": (
         "g",
         ms,

@@ -6,7 +6,7 @@ import anyio
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from shared.clock import SystemClock
+from shared.clock import ManualClock, SystemClock
 from shared.config import RedisConfig
 from shared.ids import Incarnation, RequestId
 from shared.keys import Keys
@@ -77,4 +77,31 @@ async def test_a_redis_that_cannot_write_is_away(redis_url: str, how: str) -> No
     assert not link.is_down
     assert await roster.heartbeat(Incarnation("d"))
     await admin.aclose()
+    await link.close()
+
+
+async def test_an_outage_lasts_until_an_answer(redis_url: str) -> None:
+    """Also for a process that stood still at its end: it could not see that Redis was away, but nobody else could speak
+    either."""
+    clock = ManualClock()
+    link = RedisLink(RedisConfig(url=redis_url), clock)
+    failures = 2
+
+    async def ping() -> Any:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise RedisConnectionError("refused")
+        return await link.client.ping()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(link.call, ping)
+        await anyio.wait_all_tasks_blocked()
+        clock.advance(0.1)
+        await anyio.wait_all_tasks_blocked()
+        assert link.last_outage == 0.1
+        clock.advance(5.0)  # as if it had stood still while it waited
+    assert link.last_outage == pytest.approx(5.1)
+    await link.call(link.client.ping)
+    assert link.last_outage == pytest.approx(5.1), "a call that went well at once says nothing of an outage"
     await link.close()
