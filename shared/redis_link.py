@@ -97,8 +97,8 @@ class RedisLink:
             try:
                 answer = await command()
                 self.is_down = False
-                if delay > FIRST_DELAY_S:  # it was away until now, however long this process stood still meanwhile
-                    self.last_outage = self._clock.now()
+                if delay > FIRST_DELAY_S:
+                    self._answers_again()
                 return answer
             except _LOST as exc:
                 self._outage(exc, started)
@@ -118,6 +118,10 @@ class RedisLink:
         self.last_outage = self._clock.now()
         if self.last_outage - started > self._retry_s:
             raise BusError(f"redis does not answer: {exc}") from exc
+
+    def _answers_again(self) -> None:
+        """It was away until now, however long this process stood still meanwhile."""
+        self.last_outage = self._clock.now()
 
     async def batch(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """The answers to several commands that are sent together, aligned.

@@ -18,6 +18,7 @@ from services.transfer.offers import OfferBook
 from shared import bus
 from shared.bus import RedisReader
 from shared.leases import Leases
+from shared.redis_link import RedisLink
 from shared.roster import Roster
 from shared.worker_link import WorkerLink
 from tests.sim.mutant import Mutant, few_attempts, lua, python
@@ -49,6 +50,7 @@ from tests.sim.wrong import (
 CRASHES = ("crash", "freeze", "partition")
 NAPS = ("nap",)
 ISLANDS = ("island",)
+GOOD = " or now > tonumber(ARGV[2])"
 WIDOWS = ("widow", "blink", "blink")
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -134,6 +136,9 @@ MUTANTS: tuple[Mutant, ...] = (
     lua("dispatch leaves it in the queue", "dispatch", "redis.call('ZREM', KEYS[2], ARGV[1])"),
     lua("a refund that can be had twice", "refund", "redis.call('HDEL', KEYS[2], ARGV[1])", "local _ = 0"),
     lua("a burial that fences nobody", "bury", "redis.call('HSET', KEYS[2], 'state', 'dead')", "", CRASHES),
+    lua("a burial is good for ever", "bury", GOOD, "", ("last_rites",), every_s=1.0),
+    lua("a gateway's burial is good for ever", "bury_gateway", GOOD, "", ("last_rites",), every_s=1.0),
+    python("an outage ends with its last failure", RedisLink, "_answers_again", ignore, ("last_rites",), every_s=1.0),
     python("no refund on cancel", DecodeWorker, "_refund", no_full_refund),
     python("no refund of a refused end", DecodeWorker, "_stale", stale_without_refund),
     python("decode ignores cancels", DecodeWorker, "cancel", ignore),

@@ -29,6 +29,15 @@ OF_THE_QUEUE: tuple[Mutant, ...] = (
         "if r[1] and (r[1] ~= ARGV[3] or r[2] == 'done') then",
         "if r[1] and r[2] == 'done' then",
     ),
+    lua(
+        "an opening whose answer was lost counts",
+        "submit_open",
+        "if redis.call('HGET', KEYS[1], 'nonce') ~= ARGV[7] then",
+        "if true then",
+        ("deafness",),
+        queued=0.8,
+        every_s=1.0,
+    ),
     lua("a repeat is not acknowledged", "submit_open", "redis.call('XACK', KEYS[2], ARGV[2], ARGV[3])", "1"),
     lua(
         "two gateways write one result",

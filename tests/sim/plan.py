@@ -145,6 +145,8 @@ def _fault(rng: Random, at: float, slots: list[str], kinds: Sequence[str]) -> Fa
             return Fault(at, kind, rng.choice(slots), 0.0, rng.choice((0.5, 3.0, 20.0)))
         case "last_word":  # a gateway stands still while the end of a submission is on its way, and arrives late
             return Fault(at, kind, rng.choice(("gateway-0", "gateway-1")), rng.choice((3.0, 5.0)))
+        case "last_rites":  # somebody is given up, and Redis away for so long before the burial arrives
+            return Fault(at, kind, rng.choice([*workers, "gateway-0", "gateway-1"]), rng.choice((3.0, 4.0)))
         case "bad_steps":
             return Fault(at, kind, "", 0.0, rng.choice((1, 2, 4)))
         case "freeze":
@@ -173,6 +175,8 @@ def _fault(rng: Random, at: float, slots: list[str], kinds: Sequence[str]) -> Fa
             return Fault(at, kind, "", rng.choice((0.01, 0.1, 1.0, 3.0)))
         case "lost_replies":
             return Fault(at, kind, "", rng.uniform(0.1, 2), rng.choice((0.02, 0.2, 0.6)))
+        case "deafness":  # nearly every answer is lost
+            return Fault(at, "lost_replies", "", rng.choice((1.0, 2.0)), 0.85)
         case "flip":
             return Fault(at, kind, "", 0.0, rng.choice((1, 3, 8)))
         case _:

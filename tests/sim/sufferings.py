@@ -151,6 +151,29 @@ class Sufferings:
             life.wake(self._world.clock.now(), fault.seconds)
             self._world.loop.thaw(life.proc)
 
+    async def _suffer_last_rites(self, fault: Fault, life: Life | None) -> None:
+        """It cannot be heard until its burial is on its way. Just then Redis goes away; it is well again long before
+        Redis is, and cannot say so. The scheduler stands still meanwhile, and is the first to speak afterwards."""
+        world, scheduler = self._world, self._world.lives.get("scheduler-0")
+        if life is None or not life.is_alive or scheduler is None or not scheduler.is_alive:
+            return
+        sent, began = anyio.Event(), world.clock.now()
+        script = "bury_gateway" if life.name.startswith("gateway") else "bury"
+        world.redis.delays[scheduler.client] = Delay(script, 0.0, lambda: (world.redis.stop(), sent.set()))
+        life.client.partitioned = True
+        with anyio.move_on_after(2 * WORD_S):
+            await sent.wait()
+        life.wake(world.clock.now(), world.clock.now() - began)
+        life.client.rejoin()
+        if world.redis.delays.pop(scheduler.client, None) is None:
+            with world.judge.disturbance(fault.seconds):
+                await world.clock.sleep(0.2)
+                world.loop.freeze(scheduler.proc)
+                await world.clock.sleep(fault.seconds - 0.2)
+            world.redis.start()
+            scheduler.wake(world.clock.now(), fault.seconds - 0.2)
+            world.loop.thaw(scheduler.proc)
+
     async def _suffer_ghost(self, fault: Fault, life: Life | None) -> None:
         self._world.judge.haunt()
 
