@@ -47,13 +47,17 @@ class Results(Protocol):
 
     async def adopt(self, s: Submission, request: GenerateRequest) -> AdoptAnswer: ...
 
+    async def written(self, s: Submission) -> Mapping[int, Sequence[int]]: ...
+
     async def write(self, s: Submission, items: Sequence[ResultItem]) -> WriteAnswer: ...
 
     async def end(self, s: Submission, end: End) -> bool: ...
 
 
 class Admitter(Protocol):
-    async def admit(self, request: GenerateRequest, max_queued: int) -> AdmitAnswer: ...
+    async def admit(
+        self, request: GenerateRequest, max_queued: int, epoch: int, outputs: Sequence[Sequence[int]]
+    ) -> AdmitAnswer: ...
 
 
 @dataclass(slots=True)
@@ -316,7 +320,7 @@ class QueueJob:
             if admitted != "duplicate":
                 return admitted
 
-    async def _outputs(self, request: GenerateRequest) -> list[tuple[int, ...]]:
+    async def _outputs(self, request: GenerateRequest) -> list[Sequence[int]]:
         """The tokens of the request's choices that are out. For one that Redis may have had before and forgotten, as it
         does some time after the end: what goes on is then the same text."""
         assert self._prepared is not None
