@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,47 +13,17 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from shared.bus import RedisBus
 from shared.clock import SystemClock
 from shared.config import RedisConfig
-from shared.dead_letters import DeadLetters, QueueState
 from shared.ids import Incarnation, RequestId
-from shared.keys import Keys
 from shared.leases import Leases
 from shared.messages import Admitted, Cancel, EpochRaised, Finished, GenerateRequest, Tokens
 from shared.randomness import SeededRandomness
 from shared.redis_link import RedisLink
 from shared.roster import Roster
-from shared.submissions import MAX_DEAD, End, ResultItem, Submission, Submissions, read_entry
+from shared.submissions import ResultItem, read_entry
+from tests.unit.gateway.scripts_world import DONE, KEYS, A, B, Queue, item
 from tests.unit.shared.cell import A1, Cell, D, P, dispatched, request
 
 pytestmark = pytest.mark.anyio
-KEYS = Keys("queue-test")
-A, B = Incarnation("gw-a"), Incarnation("gw-b")
-DONE = End(200, "result", b"{}")
-
-
-@dataclass
-class Queue:
-    link: RedisLink
-
-    def gateway(self, owner: Incarnation) -> Submissions:
-        return Submissions(self.link, KEYS, SystemClock(), SeededRandomness(ord(owner[-1])), owner, 60.0)
-
-    async def submit(self, name: str = "job", **fields: str) -> str:
-        pairs = [part for pair in {"id": name, "request": "{}", **fields}.items() for part in pair]
-        return (await self.link.client.execute_command("XADD", KEYS.submit(), "*", *pairs)).decode()
-
-    async def taken(self, gateway: Submissions, **fields: str) -> Submission:
-        """Submitted, read and opened by a gateway."""
-        await self.submit(**fields)
-        (submission,) = await gateway.read(10, 1)
-        assert await gateway.open(submission) is not None
-        return submission
-
-    async def stream(self, key: str) -> list[tuple[str, dict[str, str]]]:
-        found = await self.link.client.xrange(key)
-        return [(i.decode(), {k.decode(): v.decode() for k, v in values.items()}) for i, values in found]
-
-    async def num_pending(self) -> int:
-        return (await self.link.client.xpending(KEYS.submit(), "gateways"))["pending"]
 
 
 @pytest.fixture
@@ -62,11 +31,6 @@ async def queue(redis_url: str) -> AsyncIterator[Queue]:
     link = RedisLink(RedisConfig(url=redis_url), SystemClock())
     yield Queue(link)
     await link.close()
-
-
-def item(offset: int, text: str, choice: int = 0) -> ResultItem:
-    """A token for each character."""
-    return ResultItem(choice, offset, tuple(map(ord, text)), text, offset + len(text))
 
 
 # --- entries ------------------------------------------------------------------------------------------
@@ -350,35 +314,6 @@ async def test_an_adoption_whose_answer_was_lost_is_made_once(queue: Queue, cell
     assert await cell.seen(KEYS.tokens(A)) == [EpochRaised(fence.request_id, 2, 0)]
 
 
-# --- dead letters -----------------------------------------------------------------------------------------
-
-
-async def test_a_dead_letter_is_listed_and_submitted_again(queue: Queue) -> None:
-    """With its reason and all its fields; the id is free again, and the old result gone."""
-    a, letters = queue.gateway(A), DeadLetters(queue.link, KEYS)
-    s = await queue.taken(a, reply=KEYS.replies("x"), endpoint="chat", other="dropped")
-    await queue.submit("waits")
-    assert await letters.state() == QueueState(waiting=1, open=1, dead=0)
-    assert await a.end(s, End(500, "error", b'{"error":1}', dead="three attempts"))
-    assert await letters.state() == QueueState(waiting=1, open=0, dead=1)
-    (letter,) = await letters.latest()
-    assert (letter.id, letter.reason, letter.entry) == ("job", "three attempts", s.entry)
-    assert dict(letter.fields) == dict(s.raw)
-    assert b"other" not in dict(letter.fields)
-    assert (await letters.last_of_result("job"))["error"] == '{"error":1}'
-    for name in ("job", s.entry, letter.letter):
-        assert await letters.find(name) == letter
-    entry = await letters.retry(letter)
-    assert await letters.retry(letter) == "gone"
-    assert await letters.last_of_result("job") == {}
-    read = {x.id: x for x in await a.read(10, 1)}
-    assert read["job"].entry == entry
-    assert read["job"].raw == s.raw
-    progress = await a.open(read["job"])
-    assert progress is not None
-    assert progress.tokens == {}
-
-
 async def test_an_opening_whose_answer_was_lost_counts_once(queue: Queue) -> None:
     """Else a bad network looks like a submission that breaks its gateway."""
     a = queue.gateway(A)
@@ -405,24 +340,3 @@ async def test_an_opening_whose_answer_was_lost_counts_once(queue: Queue) -> Non
     assert last is not None
     assert (last.tries, last.opens) == (1, 3)
     assert await a.written(s) == {0: (ord("x"),), 1: tuple(map(ord, "abc"))}
-
-
-async def test_a_letter_is_not_retried_over_work_of_the_same_id(queue: Queue) -> None:
-    """The client was faster."""
-    a, letters = queue.gateway(A), DeadLetters(queue.link, KEYS)
-    s = await queue.taken(a)
-    await a.end(s, End(500, "error", b"{}", dead="broken"))
-    await queue.link.client.delete(KEYS.submission("job"))  # its time is over
-    await queue.taken(a)
-    (letter,) = await letters.latest()
-    assert await letters.retry(letter) == "open"
-    assert len(await letters.latest()) == 1
-
-
-async def test_an_error_of_the_client_is_no_dead_letter(queue: Queue) -> None:
-    """It has its answer."""
-    a = queue.gateway(A)
-    s = await queue.taken(a)
-    assert await a.end(s, End(400, "error", b"{}"))
-    assert await DeadLetters(queue.link, KEYS).latest() == []
-    assert MAX_DEAD > 0
