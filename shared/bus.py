@@ -119,16 +119,20 @@ class RedisReader:
         self._given: set[tuple[bytes, bytes]] = set()  # (key, id) of what was given out and is not acked
 
     async def next(self, timeout_s: float | None = None) -> list[Delivery]:
-        reply = await blocking(self._link, self._clock, self._command, timeout_s)
-        found = dict(reply)
-        out: list[Delivery] = []
-        for key, channel in self._channels.items():
-            for entry_id, fields in found.get(key, ()):
-                self._last[key] = entry_id
-                if (key, entry_id) not in self._given:
-                    self._given.add((key, entry_id))
-                    out.append(decode_entry(channel, entry_id, fields[1::2]))
-        return out if out or not reply else await self.next(timeout_s)
+        until = None if timeout_s is None else self._clock.now() + timeout_s
+        while True:
+            left_s = None if until is None else max(0.0, until - self._clock.now())
+            reply = await blocking(self._link, self._clock, self._command, left_s)
+            found = dict(reply)
+            out: list[Delivery] = []
+            for key, channel in self._channels.items():
+                for entry_id, fields in found.get(key, ()):
+                    self._last[key] = entry_id
+                    if (key, entry_id) not in self._given:
+                        self._given.add((key, entry_id))
+                        out.append(decode_entry(channel, entry_id, fields[1::2]))
+            if out or not reply:
+                return out
 
     def _command(self, block_ms: int) -> list[Any]:
         """The read to send now. An outage is a sign that the streams may be others, but not a sure one: a process that

@@ -123,6 +123,7 @@ class Leases:
         keys = [
             *(self._keys.request(request_id), self._keys.queued(), self._keys.sched().key),
             *(self._keys.gateways(), self._keys.open(request.gateway), self._keys.log(request_id)),
+            self._keys.tokens(request.gateway).key,
         ]
         message = encode(Admitted(request_id=request_id, epoch=epoch))
         args = [request_id, encode(request), request.gateway, max_queued, message, epoch]

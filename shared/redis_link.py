@@ -96,16 +96,16 @@ class RedisLink:
         while True:
             try:
                 answer = await command()
-                self.is_down = False
-                if delay > FIRST_DELAY_S:
-                    self._answers_again()
+                self._answered(delay)
                 return answer
             except _LOST as exc:
                 self._outage(exc, started)
             except RedisError as exc:
                 if isinstance(exc, OutOfMemoryError) or _FULL in str(exc):
+                    self._answered(delay)
                     raise BusFull("redis is full") from exc
                 if not isinstance(exc, _UNABLE) and not any(word in str(exc) for word in _UNABLE_WORDS):
+                    self._answered(delay)
                     raise BusError(f"redis refused a command: {exc}") from exc
                 self._outage(exc, started)
             await self._clock.sleep(delay)
@@ -118,6 +118,11 @@ class RedisLink:
         self.last_outage = self._clock.now()
         if self.last_outage - started > self._retry_s:
             raise BusError(f"redis does not answer: {exc}") from exc
+
+    def _answered(self, delay: float) -> None:
+        self.is_down = False
+        if delay > FIRST_DELAY_S:
+            self._answers_again()
 
     def _answers_again(self) -> None:
         """It was away until now, however long this process stood still meanwhile."""

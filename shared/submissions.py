@@ -37,7 +37,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+=-]{0,127}")
 _REPLY = re.compile(r"[\x21-\x7e]{1,256}")
 _DEADLINE = re.compile(r"\d{1,12}")
 _CLAIM_AT_ONCE = 64
-_ALL = 1 << 31
+_READ_AT_ONCE = 1024  # entries of a result: a few milliseconds of work
 
 AdoptAnswer = Literal["adopted", "unknown", "lost"]
 WriteAnswer = Literal["out", "lost", "gap"]
@@ -75,7 +75,6 @@ class Progress:
 
     age_ms: int  # since the entry was written
     tries: int  # how often it was opened since the last token
-    opens: int  # and in all
     tokens: Mapping[int, int] = field(default_factory=dict)
     chars: Mapping[int, int] = field(default_factory=dict)
 
@@ -192,7 +191,6 @@ class Submissions:
         return Progress(
             age_ms=answer[1] - s.written_ms,
             tries=int(values[b"tries"]),
-            opens=int(values[b"opens"]),
             tokens={int(name[2:]): int(value) for name, value in values.items() if name.startswith(b"n:")},
             chars={int(name[2:]): int(value) for name, value in values.items() if name.startswith(b"c:")},
         )
@@ -224,14 +222,19 @@ class Submissions:
 
     async def written(self, s: Submission) -> dict[int, tuple[int, ...]]:
         """The tokens that its result has, by choice."""
-        read = ("XREAD", "COUNT", _ALL, "BLOCK", 1, "STREAMS", self._keys.result(s.id), "0-0")
-        reply = await self._link.call(lambda: self._link.client.execute_command(*read))
-        tokens: dict[int, list[int]] = {}
-        for _, fields in reply[0][1] if reply else ():
-            values = dict(zip(fields[::2], fields[1::2], strict=True))
-            if b"tokens" in values:
-                tokens.setdefault(int(values[b"choice"]), []).extend(msgspec.json.decode(values[b"tokens"]))
-        return {choice: tuple(token_ids) for choice, token_ids in tokens.items()}
+        key, last, tokens = self._keys.result(s.id), b"0-0", dict[int, list[int]]()
+        while True:
+            read = ("XREAD", "COUNT", _READ_AT_ONCE, "BLOCK", 1, "STREAMS", key, last)
+            reply = await self._link.call(lambda r=read: self._link.client.execute_command(*r))
+            for entry, fields in reply[0][1] if reply else ():
+                values, last = dict(zip(fields[::2], fields[1::2], strict=True)), entry
+                if b"tokens" not in values:
+                    continue
+                known = tokens.setdefault(int(values[b"choice"]), [])
+                assert int(values[b"offset"]) == len(known), "a result with a hole"
+                known += msgspec.json.decode(values[b"tokens"])
+            if not reply or len(reply[0][1]) < _READ_AT_ONCE:
+                return {choice: tuple(token_ids) for choice, token_ids in tokens.items()}
 
     async def write(self, s: Submission, items: Sequence[ResultItem]) -> WriteAnswer:
         """Append to the result. `lost`: another gateway or entry owns the submission; `gap`: open it again."""

@@ -19,3 +19,7 @@ class Tombstones:
     def covers(self, request_id: RequestId, epoch: int) -> bool:
         """Whether a task of this epoch was cancelled before it came."""
         return self._epochs.get(request_id, 0) >= epoch
+
+    def forget(self, request_id: RequestId) -> None:
+        """What was cancelled was an earlier life of the request."""
+        self._epochs.pop(request_id, None)

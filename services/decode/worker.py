@@ -27,7 +27,7 @@ from services.engine.types import Reservation, SeqId, SeqOutput, SeqSpec, StepOu
 from services.transfer import TransferReader
 from shared.errors import GrammarError, TransferError, TransferOver
 from shared.ids import BlockHash, BlockId, Incarnation, RequestId
-from shared.leases import Fence, Leases
+from shared.leases import Fence, Leases, RequeueAnswer
 from shared.messages import DecodeTask, FirstToken, PrefillTask, RequestState, Tokens
 from shared.outbox import Ending, Outbox, Parcel
 from shared.tombstones import Tombstones
@@ -334,17 +334,20 @@ class DecodeWorker:
         self.counts.failed += 1
         log.error("decode.failed", request_id=job.fence.request_id, error=error)
         self._end(job, refund=True)
-        self._start(self._give_up, job.fence, error)
+        self._start(self._give_up, job.fence, f"decode failed: {error}")
 
     async def _decline(self, fence: Fence) -> None:
         """Its cancel came first. Should Redis not know of that one, as it was of an earlier life of the request that
-        Redis has lost, then somebody waits for this."""
+        Redis has lost, then somebody waits for this: it goes round, and is taken the next time."""
         await self._refund(fence.request_id, fence.epoch, None)
-        await self._give_up(fence, "cancelled before")
+        if await self._give_up(fence, "it was cancelled before") != "stale":
+            log.warning("decode.declined", request_id=fence.request_id, epoch=fence.epoch)
+            self._tombstones.forget(fence.request_id)
 
-    async def _give_up(self, fence: Fence, error: str) -> None:
-        reason = f"decode failed: {error}"
-        await self._leases.requeue(fence.request_id, fence.epoch, reason, self._max_attempts, lost=self._incarnation)
+    async def _give_up(self, fence: Fence, reason: str) -> RequeueAnswer:
+        return await self._leases.requeue(
+            fence.request_id, fence.epoch, reason, self._max_attempts, lost=self._incarnation
+        )
 
     def _end(self, job: Job, refund: bool) -> None:
         """Forget the job; its blocks go back as soon as nothing can touch them. Mutates all tables."""

@@ -34,9 +34,6 @@ log = structlog.get_logger("gateway.queue")
 
 MAX_TRIES = 8
 """Attempts in a row without a token, at all gateways together; more than that is a poisoned submission."""
-EPOCHS = 1000
-"""Of a request under one opening of its submission: more than attempts and adoptions can use up. One that Redis has
-forgotten begins above all epochs that it had, since workers may remember what they were told of those."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 2.0
 
 
@@ -137,7 +134,9 @@ class QueueJob:
         self._has_token = False
         self._overdue = False
         self._prepared: Prepared | None = None
-        self._opens = 0
+        self._is_first = True  # nothing was ever admitted for it
+        self._opened_at, self._age_ms = self._arrived_at, 0
+        self._written: Mapping[int, Sequence[int]] | None = None  # as it was when this attempt began
 
     async def run(self) -> None:
         """Serve the submission to its end, or until another gateway has it. Raises nothing."""
@@ -174,7 +173,9 @@ class QueueJob:
         if progress is None:
             self._shared.counts.repeats += 1
             return
-        self.opened, self._has_token, self._opens = True, any(progress.tokens.values()), progress.opens
+        self.opened, self._has_token = True, any(progress.tokens.values())
+        self._is_first = progress.tries == 1 and not self._has_token
+        self._opened_at, self._age_ms, self._written = self._clock.now(), progress.age_ms, None
         try:
             answer = await self._answer(progress)
         except _Dead as exc:
@@ -260,6 +261,7 @@ class QueueJob:
             except ApiError as exc:
                 if exc.retry_after_s is None:
                     raise
+                self._is_first = False  # others of its requests may have been admitted
                 self._shared.counts.waits += 1
                 log.debug("submission.waits", id=self.submission.id, why=exc.code)
             pause = await self._sleep(pause)
@@ -312,13 +314,18 @@ class QueueJob:
                 raise _Taken
             if adopted == "adopted":
                 return "admitted"
-            epoch = 1 + (self._opens - 1) * EPOCHS
-            outputs = await self._outputs(request) if epoch > 1 else ()
+            epoch, outputs = (1, ()) if self._is_first else (self._fresh_epoch(), await self._outputs(request))
             admitted = await self._shared.leases.admit(request, self._max_queued, epoch, outputs)
             if admitted == "unknown":
                 raise BusError("redis does not know this gateway yet")  # the keeper greets, the job tries again
             if admitted != "duplicate":
                 return admitted
+
+    def _fresh_epoch(self) -> int:
+        """Above all epochs that a request had which Redis has forgotten, as workers may remember what they were told:
+        one for each millisecond since the submission was written. A record is forgotten a minute after its end at the
+        earliest, and no attempt or adoption takes as little as a millisecond."""
+        return 2 + max(0, self._age_ms) + int(1000 * (self._clock.now() - self._opened_at))
 
     async def _outputs(self, request: GenerateRequest) -> list[Sequence[int]]:
         """The tokens of the request's choices that are out. For one that Redis may have had before and forgotten, as it
@@ -329,8 +336,9 @@ class QueueJob:
             if other.request_id == request.request_id:
                 break
             first += other.num_choices
-        out = await self._shared.results.written(self.submission)
-        return [out.get(first + choice, ()) for choice in range(request.num_choices)]
+        if self._written is None:  # once: only this job adds to it meanwhile, and adds what it takes from here
+            self._written = await self._shared.results.written(self.submission)
+        return [self._written.get(first + choice, ()) for choice in range(request.num_choices)]
 
 
 def _refuse_logprobs(params: Params) -> None:

@@ -1,7 +1,7 @@
 -- A gateway takes a submission. The first entry with an id is the work; a later one is a repeat and acknowledged at once.
 -- KEYS: sub submit [reply]      ARGV: owner group entry id result_key ttl_ms nonce
 -- {'open', redis_ms, fields of sub} | {'repeat'} | {'done'} (it has ended, but was not acknowledged). Repeatable: by the
--- nonce, an attempt whose answer was lost counts once. tries: since the last token; opens: all.
+-- nonce, an attempt whose answer was lost counts once.
 -- 'gone': Redis has lost the entry. Its client submits again; work that nobody could take over would swallow that.
 local r = redis.call('HMGET', KEYS[1], 'entry', 'state', 'reply')
 if r[1] and (r[1] ~= ARGV[3] or r[2] == 'done') then
@@ -16,14 +16,12 @@ if r[1] and (r[1] ~= ARGV[3] or r[2] == 'done') then
 end
 if not r[1] then
   if #redis.call('XRANGE', KEYS[2], ARGV[3], ARGV[3]) == 0 then return {'gone'} end
-  redis.call('HSET', KEYS[1], 'entry', ARGV[3], 'state', 'open', 'reply', KEYS[3] or '', 'total', 0, 'seq', 0, 'tries', 0,
-    'opens', 0)
+  redis.call('HSET', KEYS[1], 'entry', ARGV[3], 'state', 'open', 'reply', KEYS[3] or '', 'total', 0, 'seq', 0, 'tries', 0)
 end
 redis.call('HSET', KEYS[1], 'owner', ARGV[1])
 if redis.call('HGET', KEYS[1], 'nonce') ~= ARGV[7] then
   redis.call('HSET', KEYS[1], 'nonce', ARGV[7])
   redis.call('HINCRBY', KEYS[1], 'tries', 1)
-  redis.call('HINCRBY', KEYS[1], 'opens', 1)
 end
 redis.call('PEXPIRE', KEYS[1], ARGV[6])
 local t = redis.call('TIME')

@@ -88,6 +88,9 @@ class Book:
         known = request_id in self._records and not self._is_forgotten(self._records[request_id])
         if answer == b"admitted":
             self._expect(not known, f"{request_id} admitted twice")
+            before = self._records.get(request_id)
+            if before is not None:  # workers may remember its epochs
+                self._expect(before.epoch < int(args[5]), f"{request_id} admitted at {args[5]} after {before.epoch}")
             num_prompt = len(decode_request(args[1]).token_ids)
             logs = [_unpack(packed) for packed in args[6:]]
             self._records[request_id] = Record(str(args[2]), int(args[5]), num_prompt, logs=logs)

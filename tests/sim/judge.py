@@ -101,6 +101,7 @@ class Judge:
         if name == "admit" and answer == b"admitted":
             self._check_bound(int(args[3]))
             self._over.pop(str(args[0]), None)  # of an earlier life of it that Redis has forgotten
+            self.results.admitted(str(args[0]), int(args[5]), args[6:])
         if name in ("bury", "bury_gateway") and answer is not None:
             self._buried(str(args[0]))
         for place in CREDITED.get(name, ()):

@@ -50,7 +50,7 @@ from tests.sim.wrong import (
 CRASHES = ("crash", "freeze", "partition")
 NAPS = ("nap",)
 ISLANDS = ("island",)
-GOOD = " or now > tonumber(ARGV[2])"
+GOOD = " or (deadline > 0 and now > tonumber(ARGV[2]))"
 WIDOWS = ("widow", "blink", "blink")
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -251,7 +251,7 @@ MUTANTS: tuple[Mutant, ...] = (
     lua(
         "the living are buried",
         "bury",
-        "if not deadline or tonumber(deadline) >",
+        "if not deadline or deadline >",
         "if not deadline or 0 >",
         patches=((Roster, "dead_workers", everybody),),
     ),

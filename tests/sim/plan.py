@@ -11,7 +11,7 @@ FAULTS = (
     *("crash", "freeze", "nap", "partition", "slow", "redis_down", "lost_replies"),
     *("cut", "flip", "kv_loss", "kv_repeat", "skew"),
 )
-RARE = ("wipe", "usurp", "drain", "jump", "ghost", "bad_steps", "hang", "last_word")
+RARE = ("wipe", "usurp", "drain", "jump", "ghost", "bad_steps", "hang", "last_word", "last_rites")
 ROLES = ("prefill", "decode", "gateway", "scheduler", "index")
 EVERY_KIND = (
     *(f"{kind} {role}" for kind in ("crash", "freeze", "partition", "slow", "skew") for role in ROLES),
@@ -25,6 +25,7 @@ EVERY_KIND = (
         "hang prefill",
         "hang decode",
         "last_word gateway",
+        *("last_rites prefill", "last_rites decode", "last_rites gateway"),
     ),
 )
 """What must have struck over the seeds of a long run, whom where it matters."""

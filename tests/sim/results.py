@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from shared.leases import unpack_tokens
 from tests.sim.calls import Ask
 from tests.sim.redis_streams import EntryId, Stream, parse_id
 from tests.sim.submits import BAD_STATUS, Submitter
@@ -64,6 +65,16 @@ class ResultBook:
                 self._look(str(args[4]), str(keys[1]))
             case "submit_adopt" if answer == b"adopted":
                 self.num_adopted += 1
+
+    def admitted(self, request: str, epoch: int, logs: list[bytes]) -> None:
+        """What may have been admitted before goes on from what is out."""
+        submission = self.entries.get(request)
+        if submission is None or epoch == 1:
+            return
+        said = [unpack_tokens(log) for log in logs]
+        out = [tuple(self._tokens.get((submission, choice), ())) for choice in range(len(logs))]
+        if said != out:
+            self._world.violate(f"{request} is admitted with {said}, of {submission} {out} are out")
 
     # --- owners ---
 

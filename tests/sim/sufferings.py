@@ -155,8 +155,8 @@ class Sufferings:
         """It cannot be heard until its burial is on its way. Just then Redis goes away; it is well again long before
         Redis is, and cannot say so. The scheduler stands still meanwhile, and is the first to speak afterwards."""
         world, scheduler = self._world, self._world.lives.get("scheduler-0")
-        if life is None or not life.is_alive or scheduler is None or not scheduler.is_alive:
-            return
+        if life is None or not life.is_alive or scheduler is None or not scheduler.is_alive or world.redis.delays:
+            return  # of those that overlap, one
         sent, began = anyio.Event(), world.clock.now()
         script = "bury_gateway" if life.name.startswith("gateway") else "bury"
         world.redis.delays[scheduler.client] = Delay(script, 0.0, lambda: (world.redis.stop(), sent.set()))
@@ -165,7 +165,8 @@ class Sufferings:
             await sent.wait()
         life.wake(world.clock.now(), world.clock.now() - began)
         life.client.rejoin()
-        if world.redis.delays.pop(scheduler.client, None) is None:
+        world.redis.delays.pop(scheduler.client, None)
+        if sent.is_set():
             with world.judge.disturbance(fault.seconds):
                 await world.clock.sleep(0.2)
                 world.loop.freeze(scheduler.proc)

@@ -181,7 +181,7 @@ R, GW, P, D, S = "{t}:req:r", "{t}:tokens:g", "p", "d", "{t}:sched"
 WORDS = ("1", "2", "")
 _SCRIPT_ARGS: dict[str, tuple[list[str], list[Any]]] = {
     "admit": (
-        [R, "{t}:queued", S, "{t}:gateways", "{t}:open:g", "{t}:log:r:0"],
+        [R, "{t}:queued", S, "{t}:gateways", "{t}:open:g", "{t}:log:r:0", GW],
         ["r", b"\x00body", "g", 9, b"m1", "?", b""],
     ),
     "greet": (["{t}:gateways"], ["g", 5000]),

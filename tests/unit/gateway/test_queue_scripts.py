@@ -334,9 +334,9 @@ async def test_an_opening_whose_answer_was_lost_counts_once(queue: Queue) -> Non
     again = await a.open(s)
     assert first is not None
     assert again is not None
-    assert [(p.tries, p.opens) for p in (first, again)] == [(1, 1), (2, 2)]
+    assert [first.tries, again.tries] == [1, 2]
     assert await a.write(s, [item(0, "ab", 1), item(0, "x"), item(2, "c", 1)]) == "out"
     last = await queue.gateway(A).open(s)
     assert last is not None
-    assert (last.tries, last.opens) == (1, 3)
+    assert last.tries == 1
     assert await a.written(s) == {0: (ord("x"),), 1: tuple(map(ord, "abc"))}

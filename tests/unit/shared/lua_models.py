@@ -83,6 +83,8 @@ def admit(s: State, request: str, body: bytes, gateway: str, limit: int, message
     if log:
         s.delete("log")
         s.keys["log"] = log
+    if epoch > 1:
+        mark(s, request, epoch)
     s.hash("queued")[request] = NOW_S * 1_000_000 + NOW_US
     s.say("sched", message)
     return b"admitted"
@@ -290,7 +292,7 @@ def refund(s: State, held: str, keep: str, message: bytes) -> Any:
 
 Model = Callable[..., Any]
 WORK: dict[str, tuple[Model, Sequence[str]]] = {
-    "admit": (admit, ("req", "queued", "sched", "gateways", "open", "log")),
+    "admit": (admit, ("req", "queued", "sched", "gateways", "open", "log", "tokens")),
     "lead": (lead, ("leader",)),
     "dispatch": (
         dispatch,

@@ -34,7 +34,7 @@ def retire(s: State, incarnation: str, state: str, message: bytes) -> Any:
 
 def bury(s: State, incarnation: str, until_ms: int) -> Any:
     deadline = s.keys.get("workers", {}).get(incarnation)
-    if deadline is None or deadline > NOW_MS or until_ms < NOW_MS:
+    if deadline is None or deadline > NOW_MS or (deadline > 0 and until_ms < NOW_MS):
         return None
     s.hash("worker_d")["state"] = "dead"
     s.hash("workers")[incarnation] = 0
@@ -58,7 +58,7 @@ def greet(s: State, gateway: str, ttl_ms: int) -> Any:
 
 def bury_gateway(s: State, gateway: str, until_ms: int) -> Any:
     deadline = s.keys.get("gateways", {}).get(gateway)
-    if deadline is None or deadline > NOW_MS or until_ms < NOW_MS:
+    if deadline is None or deadline > NOW_MS or (deadline > 0 and until_ms < NOW_MS):
         return None
     s.hash("gateways")[gateway] = 0
     return sorted(raw(request) for request in s.keys.get("open", ()))

@@ -26,12 +26,12 @@ def submit_open(s: State, owner: str, group: str, entry: str, name: str, result:
     if not known and entry not in s.keys.get("submit", {}).get("entries", {}):
         return [b"gone"]
     if not known:
-        counts = dict.fromkeys(("total", "seq", "tries", "opens"), "0")
+        counts = dict.fromkeys(("total", "seq", "tries"), "0")
         s.keys["sub"] = {"entry": entry, "state": "open", "reply": "{t}:reply", **counts}
     sub = s.hash("sub")
     sub["owner"] = owner
     if sub.get("nonce") != nonce:
-        sub.update(nonce=nonce, tries=str(int(sub["tries"]) + 1), opens=str(int(sub.get("opens", 0)) + 1))
+        sub.update(nonce=nonce, tries=str(int(sub["tries"]) + 1))
     s.expire("sub")
     return [b"open", NOW_MS, {name.encode(): value.encode() for name, value in sub.items()}]
 
