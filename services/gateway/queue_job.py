@@ -174,7 +174,9 @@ class QueueJob:
             self._shared.counts.repeats += 1
             return
         self.opened, self._has_token = True, any(progress.tokens.values())
-        self._is_first = progress.tries == 1 and not self._has_token
+        self._is_first = (
+            progress.tries == 1 and not progress.tokens
+        )  # text without tokens counts: it is told as 0 of them
         self._opened_at, self._age_ms, self._written = self._clock.now(), progress.age_ms, None
         try:
             answer = await self._answer(progress)

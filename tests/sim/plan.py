@@ -25,7 +25,7 @@ EVERY_KIND = (
         "hang prefill",
         "hang decode",
         "last_word gateway",
-        *("last_rites prefill", "last_rites decode", "last_rites gateway"),
+        *("held up bury", "held up bury_gateway"),
     ),
 )
 """What must have struck over the seeds of a long run, whom where it matters."""

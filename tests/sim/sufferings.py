@@ -167,6 +167,7 @@ class Sufferings:
         life.client.rejoin()
         world.redis.delays.pop(scheduler.client, None)
         if sent.is_set():
+            self.struck[f"held up {script}"] += 1
             with world.judge.disturbance(fault.seconds):
                 await world.clock.sleep(0.2)
                 world.loop.freeze(scheduler.proc)
