@@ -135,7 +135,7 @@ class QueueJob:
         self._overdue = False
         self._prepared: Prepared | None = None
         self._is_first = True  # nothing was ever admitted for it
-        self._opened_at, self._age_ms = self._arrived_at, 0
+        self._submitted_at = self._arrived_at  # when its entry was written, by our clock
         self._written: Mapping[int, Sequence[int]] | None = None  # as it was when this attempt began
 
     async def run(self) -> None:
@@ -174,10 +174,8 @@ class QueueJob:
             self._shared.counts.repeats += 1
             return
         self.opened, self._has_token = True, any(progress.tokens.values())
-        self._is_first = (
-            progress.tries == 1 and not progress.tokens
-        )  # text without tokens counts: it is told as 0 of them
-        self._opened_at, self._age_ms, self._written = self._clock.now(), progress.age_ms, None
+        self._is_first = progress.tries == 1 and not progress.tokens  # text alone is out with 0 tokens
+        self._submitted_at, self._written = self._clock.now() - max(0, progress.age_ms) / 1000, None
         try:
             answer = await self._answer(progress)
         except _Dead as exc:
@@ -327,7 +325,7 @@ class QueueJob:
         """Above all epochs that a request had which Redis has forgotten, as workers may remember what they were told:
         one for each millisecond since the submission was written. A record is forgotten a minute after its end at the
         earliest, and no attempt or adoption takes as little as a millisecond."""
-        return 2 + max(0, self._age_ms) + int(1000 * (self._clock.now() - self._opened_at))
+        return 2 + int(1000 * (self._clock.now() - self._submitted_at))
 
     async def _outputs(self, request: GenerateRequest) -> list[Sequence[int]]:
         """The tokens of the request's choices that are out. For one that Redis may have had before and forgotten, as it

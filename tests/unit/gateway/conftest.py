@@ -15,19 +15,29 @@ from starlette.applications import Starlette
 
 from services.gateway.app import build_app
 from services.gateway.grammar_check import ProcessGrammarChecker
-from shared.clock import ManualClock
-from shared.config import GatewayConfig
+from shared.clock import ManualClock, SystemClock
+from shared.config import GatewayConfig, RedisConfig
 from shared.http_protocol import HttpProtocol
 from shared.ids import Incarnation
 from shared.model_path import resolve
 from shared.randomness import SeededRandomness
+from shared.redis_link import RedisLink
 from shared.tokenizer import Tokenizer, load_tokenizer
 from tests.unit.gateway.fakes import CountingOffload, FakePort, Recorder
+from tests.unit.gateway.scripts_world import Queue
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     return load_tokenizer(resolve(""))
+
+
+@pytest.fixture
+async def queue(redis_url: str) -> AsyncIterator[Queue]:
+    """The scripts' side of submissions; tests of jobs and of the ingress have one of their own."""
+    link = RedisLink(RedisConfig(url=redis_url), SystemClock())
+    yield Queue(link)
+    await link.close()
 
 
 @dataclass

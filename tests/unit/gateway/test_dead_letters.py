@@ -1,24 +1,12 @@
 """Submissions that ended badly are kept, and can be made again."""
 
-from collections.abc import AsyncIterator
-
 import pytest
 
-from shared.clock import SystemClock
-from shared.config import RedisConfig
 from shared.dead_letters import DeadLetters, QueueState
-from shared.redis_link import RedisLink
 from shared.submissions import MAX_DEAD, End
 from tests.unit.gateway.scripts_world import KEYS, A, Queue
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def queue(redis_url: str) -> AsyncIterator[Queue]:
-    link = RedisLink(RedisConfig(url=redis_url), SystemClock())
-    yield Queue(link)
-    await link.close()
 
 
 async def test_a_dead_letter_is_listed_and_submitted_again(queue: Queue) -> None:

@@ -1,7 +1,7 @@
 """The scripts of submissions on a real Redis: one piece of work for an id, one owner, each token once."""
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,25 +12,16 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from shared.bus import RedisBus
 from shared.clock import SystemClock
-from shared.config import RedisConfig
 from shared.ids import Incarnation, RequestId
 from shared.leases import Leases
 from shared.messages import Admitted, Cancel, EpochRaised, Finished, GenerateRequest, Tokens
 from shared.randomness import SeededRandomness
-from shared.redis_link import RedisLink
 from shared.roster import Roster
 from shared.submissions import ResultItem, read_entry
 from tests.unit.gateway.scripts_world import DONE, KEYS, A, B, Queue, item
 from tests.unit.shared.cell import A1, Cell, D, P, dispatched, request
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def queue(redis_url: str) -> AsyncIterator[Queue]:
-    link = RedisLink(RedisConfig(url=redis_url), SystemClock())
-    yield Queue(link)
-    await link.close()
 
 
 # --- entries ------------------------------------------------------------------------------------------

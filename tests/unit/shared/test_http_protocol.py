@@ -115,8 +115,10 @@ async def test_a_body_that_comes_after_its_answer_keeps_the_connection():
             for _ in range(3):
                 await stream.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n")
                 got = b""
-                while not got.endswith(b"hello"):
-                    got += await stream.receive()
+                with anyio.fail_after(10):
+                    while not got.endswith(b"hello"):
+                        got += await stream.receive()
+                assert got.startswith(b"HTTP/1.1 200 ")
                 await stream.send(b"body")
 
 
